@@ -25,6 +25,7 @@ _BLOCK = 128
 _FP8 = torch.float8_e4m3fn
 _SCALE = "_scale_inv"  # of a weight's name: the name of its scales
 _CHUNK = 1 << 26  # weights that are quantized at once
+_WRAPPED = "_orig_mod", "_checkpoint_wrapped_module"  # the inner module of torch.compile and of checkpoint_wrapper
 # Of the flags of `use_experts_implementation`: what FP8 experts of Transformers have, and in words.
 _LAYOUT = (
     ("has_bias", False, "no biases"),
@@ -137,6 +138,7 @@ class _Plan:
             if not isinstance(value, bool):
                 raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
         check_module(op, "model", model)
+        model = _inside(model)
         self.op, self.merge_adapters = op, merge_adapters
         self.model = _base_model(op, model)
         self.names = _CheckpointNames(op, self.model)
@@ -287,9 +289,10 @@ class _Plan:
 
     def _check_tensors(self) -> list[str]:
         """Checks every tensor, and that no two come under one name. Returns the names of `skipped`."""
-        seen, skipped = set(), []
+        seen, names, skipped = set(), set(), []
         for module_name, module in self.modules.items():
             for name, tensor, scale in self._tensors_of(module_name, module):
+                names.add(name)
                 self._check_tensor(name, tensor, scale)
                 for piece, _ in self.names.pieces(name, tensor.to("meta")):
                     if piece in seen:
@@ -302,7 +305,15 @@ class _Plan:
                 module_name.endswith(".experts") and not _is_experts(module) and list(module.parameters(recurse=False))
             ):
                 skipped.append(module_name)  # which Transformers takes for FP8 experts by the name alone
+        if missing := sorted(self._names_by_class() - names - self.left_out):
+            cause = "which a loader would draw at random; undo what took their place, such as a parametrization"
+            fail(self.op, f"model must have every tensor of its class, got none for {', '.join(missing[:3])}, {cause}")
         return skipped
+
+    def _names_by_class(self) -> set[str]:
+        """Returns the names of the tensors that the model's class makes for its config."""
+        with torch.device("meta"):
+            return set(type(self.model)(copy.copy(self.model.config)).state_dict())
 
     def _check_tensor(self, name: str, tensor: Tensor, scale: Tensor | None) -> None:
         text = f"{name} must be"
@@ -439,13 +450,21 @@ def _base_model(op: str, model: nn.Module) -> nn.Module:
     return base
 
 
+def _inside(module: nn.Module) -> nn.Module:
+    """Returns the module inside of wrappers that compute the same."""
+    while inner := [child for name, child in module.named_children() if name in _WRAPPED]:
+        (module,) = inner
+    return module
+
+
 def _walk(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yields all modules under the names that they have without PEFT, and whether PEFT has wrapped them.
+    """Yields all modules under the names that they have without wrappers, and whether PEFT has wrapped them.
 
     `unwrap` makes a module of PEFT's wrapper when the walk comes there.
     """
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+        module = _inside(module)
         is_wrapped = _is_wrapper(module)
         module = unwrap(module) if is_wrapped else module
         yield name, module, is_wrapped

@@ -97,8 +97,8 @@ def experts(
             on a CPU, and inside `moe_fp8_ext.validate()`, all such ids except -1 raise.
         topk_scores: [T, top_k] bfloat16, float16 or float32, taken as float32.
         w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, on a GPU 1023 with
-            "bf16", wgrad_high_precision or biases that need a gradient. Of any strides; a contiguous one or its
-            transposed view is not copied.
+            "bf16", wgrad_high_precision or biases that need a gradient, and 1022 with adapters. Of any strides; a
+            contiguous one or its transposed view is not copied.
         w_down: [E, D, F], of any strides as w_gate_up. Either may be a weight that `gather_in_fp8_` has gathered. Or
             the pair that `quantize_weight` returns for the weights, in the recipe's format: a constant or, with its
             main_grad, a trained weight that was quantized once for many calls of a graph. The first of the pair alone
@@ -270,7 +270,7 @@ def layer_call(
             text = "must be the pair of quantize_weight where backward multiplies by it, got its first alone"
             fail(op, f"{name} {text}; {ONE_DIRECTION}")
     if what := _in_bf16(call):
-        limit = max_experts(x)
+        limit = max_experts(x, call.is_adapted)
         require(e <= limit, f"{op}: w_down must have at most {limit} experts with {what}, got {e}")
     return call, *inputs
 
@@ -344,12 +344,12 @@ def _of_call(op: str, name: str, linear: ExpertLinear, backward: bool) -> Expert
 
 def _in_bf16(call: Call) -> str | None:
     """Names the part of a call that has a product in bfloat16, if any has."""
+    if call.is_adapted:
+        return "adapters"
     if call.recipe.format is None:
         return 'recipe "bf16"'
     if call.recipe.wgrad_high_precision and (call.up.needs_weight or call.down.needs_weight):
         return "wgrad_high_precision"
-    if call.up.adapter is not None or call.down.adapter is not None:
-        return "adapters"
     return "biases that need a gradient" if call.up.needs_bias or call.down.needs_bias else None
 
 

@@ -13,9 +13,12 @@ from moe_fp8_ext.quantization.format import MAX_EXPERTS
 _pad_token_groups_to = torch.ops.moe_fp8.pad_token_groups_to.default
 
 
-def max_experts(x: Tensor) -> int:
-    """Returns the maximum number of experts of a product in bfloat16 on the device of x."""
-    return 1023 if x.is_cuda else MAX_EXPERTS  # torch's kernel refuses 1024
+def max_experts(x: Tensor, has_factors: bool = False) -> int:
+    """Returns the maximum number of experts of a product in bfloat16 on the device of x.
+
+    has_factors: whether factors of adapters are multiplied, which have one more expert, of zeros.
+    """
+    return 1023 - has_factors if x.is_cuda else MAX_EXPERTS  # torch's kernel refuses 1024
 
 
 def clamped(offs: Tensor, rows: int) -> Tensor:

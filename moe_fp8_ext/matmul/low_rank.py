@@ -1,8 +1,9 @@
 """Products with the factors of adapters, in bfloat16, for a low rank R.
 
-A factor m is [E, R, W], one of each expert, or [R, W] if all experts share it. W is the width of a weight's rows or
-columns. `Rows` and `Tokens` are what a factor multiplies. Both narrow W columns to R, and sum the gradient of a factor.
-`add_to_rows` and `add_to_tokens` widen R columns to W and add them to what the frozen weight gave.
+A factor m is as `factor` returns it: [E + 1, R, W], one of each expert, or [R, W] if all experts share it. W is the
+width of a weight's rows or columns. `Rows` and `Tokens` are what a factor multiplies. Both narrow W columns to R, and
+sum the gradient of a factor. `add_to_rows` and `add_to_tokens` widen R columns to W and add them to what the frozen
+weight gave.
 
 Tokens that groups take by index are multiplied in one of two ways. By slot: the tokens are copied into the order of
 experts, [P, W], for grouped products. By token: one dense product multiplies each token by the factors of all experts.
@@ -34,16 +35,24 @@ DENSE = 350
 
 
 def factor(m: Tensor, scaling: float = 1.0) -> Tensor:
-    """Returns scaling * m, for m [E, r, W] or [r, W], in bfloat16, with rows of zeros up to a rank R that is a multiple
-    of 8."""
-    missing = -m.shape[-2] % 8
-    m = pad(m, (0, 0, 0, missing)) if missing else m
-    m = m if 1 in m.stride()[-2:] else m.contiguous()
-    if scaling == 1:
-        return cast(m, torch.bfloat16)
+    """Returns scaling * m in bfloat16, for m [E, r, W] or [r, W], with rows of zeros up to a rank R that is a multiple
+    of 8.
+
+    The result for m [E, r, W] is [E + 1, R, W]: the last expert is zero. Rows without a group count as its rows. They
+    must not meet the factor of another expert, because zero times NaN is NaN.
+    """
+    *experts, r, w = m.shape
+    missing, by_column = -r % 8, m.stride(-2) == 1 and m.stride(-1) != 1
     if torch.compiler.is_compiling():  # Dynamo refuses an out= that is transposed
-        return rounded(m * scaling, torch.bfloat16)
-    return torch.mul(m, scaling, out=torch.empty_like(m, dtype=torch.bfloat16))  # rounds once
+        m = m if by_column else m.contiguous()
+        return rounded(pad(m, (0, 0, 0, missing, *(0, 1) * len(experts))) * scaling, torch.bfloat16)
+    shape = [e + 1 for e in experts]
+    sizes = (w, r + missing) if by_column else (r + missing, w)
+    out = m.new_zeros(*shape, *sizes, dtype=torch.bfloat16)
+    out = out.mT if by_column else out
+    given = out[:-1] if experts else out
+    torch.mul(m, scaling, out=given[..., :r, :] if missing else given)  # rounds once
+    return out
 
 
 class Slots:
@@ -54,17 +63,18 @@ class Slots:
 
     def is_dense(self, m: Tensor) -> bool:
         """Whether tokens are multiplied by the factors m of all experts at once."""
-        e, top_k = m.shape[0], self.groups.top_k
+        e, top_k = m.shape[0] - 1, self.groups.top_k
         return m.dim() == 3 and top_k is not None and top_k <= e and e * m.shape[1] <= DENSE * top_k
 
     def covered(self, rows: int) -> Tensor:
-        """Returns offs for a product of all rows. Rows behind the last group, which are zero, count as its rows.
+        """Returns offs for a product of all rows with a factor of each expert: rows behind the last group, which are
+        zero, are rows of the expert of zeros.
 
         A grouped product leaves rows without a group unwritten, and zeroing them takes a pass over the result.
         """
         if self._covered is None:
             offs = self.groups.offs
-            self._covered = torch.cat([offs[:-1], offs.new_full((1,), rows)])
+            self._covered = torch.cat([offs, offs.new_full((1,), rows)])
         return self._covered
 
     def used(self, x: Tensor) -> Tensor:
@@ -110,7 +120,8 @@ class Rows:
         return _product(self.x, m.mT, self.slots)
 
     def outer(self, u: Tensor, m: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Computes the gradient of a factor m: u^T @ x of each group for u [P, R], shaped as m. scores multiply u."""
+        """Computes the gradient of a factor m, [E, R, W] or [R, W]: u^T @ x of each group for u [P, R]. scores multiply
+        u."""
         u = self.slots.scored(u, scores)
         return _mm(u.mT, self.x) if m.dim() == 2 else bf16_wgrad(u, self.x, self.groups.offs)
 
@@ -133,10 +144,10 @@ class Tokens(Rows):
     def narrow(self, m: Tensor) -> Tensor:
         groups = self.groups
         if self.slots.is_dense(m):
-            return self.slots.taken(_mm(self.x, m.flatten(0, 1).mT))
+            return self.slots.taken(_mm(self.x, _side_by_side(m).mT))
         if groups.indices is None:  # rows behind the last group may hold anything
             of = groups.offs
-            return bf16_product(self.x, m.mT, of) if m.dim() == 3 else zero_tail(_mm(self.x, m.mT), of)
+            return bf16_product(self.x, m[:-1].mT, of) if m.dim() == 3 else zero_tail(_mm(self.x, m.mT), of)
         if m.dim() == 3:
             return _product(self.rows(), m.mT, self.slots)
         return _permute_pad(_mm(self.x, m.mT), groups.indices, groups.top_k)  # multiplied once a token, not once a slot
@@ -145,7 +156,8 @@ class Tokens(Rows):
         groups, is_dense = self.groups, self.slots.is_dense(m)
         if is_dense or (groups.indices is not None and m.dim() == 2):
             u = self.slots.spread(u, scores) if is_dense else _combine(u, groups.inverse, scores)
-            return _mm(u.mT, self.slots.used(self.x)).view(m.shape)  # a token without a slot may hold anything
+            sums = _mm(u.mT, self.slots.used(self.x))  # a token without a slot may hold anything
+            return sums.view(m.shape[0] - 1, *m.shape[1:]) if is_dense else sums
         sums = bf16_wgrad(self.slots.scored(u, scores), self.rows(), groups.offs)
         # Rows behind the last group may hold anything, and a dense product would read them.
         return sums.float().sum(0) if m.dim() == 2 else sums
@@ -173,7 +185,7 @@ def add_to_tokens(
     if groups.inverse is None:
         return add_to_rows(out, u, m, slots, mask, p)
     if slots.is_dense(m):
-        u, m = slots.spread(u, scores), m.flatten(0, 1)
+        u, m = slots.spread(u, scores), _side_by_side(m)
     elif m.dim() == 2:
         u = _combine(u, groups.inverse, scores)
     else:
@@ -211,6 +223,11 @@ def _add_low_rank(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor
     """y + u @ m. One op, so that a policy of selective checkpointing that saves products does not save u @ m too."""
     wide = _mm(u, m) if m.dim() == 2 else bf16_product(u, m, covered, covered=True)
     return (wide if mask is None else kept(wide, mask, p)).add_(y)
+
+
+def _side_by_side(m: Tensor) -> Tensor:
+    """Returns the factors of all experts as one, [E R, W]."""
+    return m[:-1].flatten(0, 1)
 
 
 def _product(x: Tensor, m: Tensor, slots: Slots) -> Tensor:

@@ -62,4 +62,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """A context for products that have a dtype of their own: torch.autocast would cast their operands to its own."""
-    return _NOTHING if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
+    if autocast_dtype(x) is None:
+        return _NOTHING
+    # Where the backward of a Function first reads strides, Dynamo starts to trace it again. It does not leave a context
+    # that it has entered before, and then fails. So strides are read here.
+    x.stride()
+    return torch.autocast(x.device.type, enabled=False)

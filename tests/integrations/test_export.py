@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import assert_same_tensor, blocks
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers_models import transformers
 
 import moe_fp8_ext
@@ -122,6 +123,14 @@ def test_names_and_config(tmp_path):
     assert (tmp_path / "a" / "generation_config.json").exists()
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForCausalLM"] and config["dtype"] == "bfloat16"
+
+
+def test_wrappers_change_no_name():
+    want, model = dict(fp8_state(tiny())), tiny()
+    layers = model.model.layers
+    layers[0] = torch.compile(layers[0])
+    layers[1].mlp = checkpoint_wrapper(layers[1].mlp)
+    assert_same_tensors(dict(fp8_state(torch.compile(model))), want)
 
 
 @pytest.mark.parametrize("recipe", [None, "blockwise", POW2])
@@ -362,6 +371,12 @@ def with_integers() -> nn.Module:
     return model
 
 
+def with_a_parametrization() -> nn.Module:
+    model = tiny()
+    nn.utils.parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
+    return model
+
+
 def with_other_sizes() -> nn.Module:
     return tiny(moe_intermediate_size=192)
 
@@ -383,6 +398,7 @@ def with_prompts() -> nn.Module:
         (of_other_blocks, r"quantization_config of the model must have weight_block_size=\[128, 128\], got \(\)"),
         (on_meta, "model.embed_tokens.weight must be a whole tensor with values, got one on the meta device: gather"),
         (with_integers, "experts.down_proj must be bfloat16, float16, float32 or float8_e4m3fn, got int8"),
+        (with_a_parametrization, "must have every tensor of its class, got none for model.layers.0.self_attn.q_proj.w"),
         (with_other_sizes, r"\(Qwen3MoeExperts\) must have sizes that are multiples of 128, got 192 and 128"),
         (
             with_an_adapter_on_tied_weights,

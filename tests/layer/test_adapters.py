@@ -319,16 +319,30 @@ def test_rows_without_a_group_are_zero(device):
     permutation, offs, inverse = sort_tokens(ids, 4)
     x, m = torch.randn(3, 16, device=device).bfloat16(), torch.randn(4, 8, 16, device=device).bfloat16()
     slots = low_rank.Slots(Groups(offs, permutation, 2, inverse))
-    got, expert = low_rank.Tokens(x, slots).narrow(m), ids.flatten()[permutation.clamp(min=0)]
+    got, expert = low_rank.Tokens(x, slots).narrow(low_rank.factor(m)), ids.flatten()[permutation.clamp(min=0)]
     want = torch.einsum("pk,prk->pr", x.double()[permutation.clamp(min=0) // 2], m.double()[expert])
     assert not got[4:].any() and sqnr_db(got[:4], want[:4]) > BF16_DB
 
 
 def test_rows_behind_the_groups_are_covered(device):
-    """Their zeros are multiplied as rows of the last group, because a grouped product leaves other rows unwritten."""
+    """They are multiplied by zeros, because a grouped product leaves rows without a group unwritten."""
     u, m = torch.ones(5, 8, device=device).bfloat16(), torch.ones(2, 8, 16, device=device).bfloat16()
-    offs = torch.tensor([1, 3], dtype=torch.int32, device=device)
-    assert low_rank.add_to_rows(torch.zeros_like(m[0, :5]), u, m, low_rank.Slots(Groups(offs))).eq(8).all()
+    slots = low_rank.Slots(Groups(torch.tensor([1, 3], dtype=torch.int32, device=device)))
+    got = low_rank.add_to_rows(torch.ones_like(m[0, :5]), u, low_rank.factor(m), slots)
+    assert got[:3].eq(9).all() and got[3:].eq(1).all()
+    assert slots.covered(5).tolist() == [1, 3, 5]
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 16), (3, 8, 16), (5, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factor(shape, dtype, device):
+    m = torch.randn(shape, device=device).to(dtype)
+    for view in (m, m.mT.contiguous().mT):
+        got, want = low_rank.factor(view, 0.3), torch.zeros(*[4] * (m.dim() - 2), 8, 16, device=device).bfloat16()
+        of_experts = want[:3] if m.dim() == 3 else want
+        of_experts[..., : shape[-2], :] = m * 0.3
+        assert 1 in got.stride()[-2:]
+        assert_same_tensor(got.contiguous(), want, "factor")
 
 
 # ---- Dropout ----
@@ -488,14 +502,15 @@ def test_cuda_graph(gpu):
 
 
 @pytest.mark.parametrize("name", ["bf16", "blockwise"])
-@pytest.mark.parametrize("shared", ["", "AB"])
+@pytest.mark.parametrize("shared", ["", "A", "B", "AB"])
 @pytest.mark.parametrize("scored", [False, True])
 def test_of_groups(name, shared, scored, device, monkeypatch):
-    """With one slot a token, `experts` by slot gives the same. Rows of no expert may hold NaN."""
+    """With one slot a token, `experts` by slot gives the same. Rows of no expert, and experts without rows, may hold
+    NaN."""
     monkeypatch.setattr(low_rank, "DENSE", 0)
     problem = layer(t=80, d=64, f=48, top_k=1).at(device)
     order = problem.ids.flatten().sort().values
-    order[-7:] = 8  # no expert
+    order[order == 7], order[-7:] = 6, 8  # 8 is no expert
     offs = torch.bincount(order, minlength=9)[:8].cumsum(0).int()
     of = factors(problem, shared=shared)
     problem.ids = torch.where(order < 8, order, -1)[:, None]
@@ -503,6 +518,9 @@ def test_of_groups(name, shared, scored, device, monkeypatch):
         problem.scores = torch.ones_like(problem.scores)
     want = run(problem, of, ours, recipe=name)
     problem.x[-7:] = problem.scores[-7:] = problem.grad[-7:] = torch.nan
+    for factor in of.values():
+        if factor.dim() == 3:
+            factor[-1] = torch.nan
 
     def groups(x: Tensor, ids: Tensor, scores: Tensor, **rest: object) -> Tensor:
         return experts_of_groups(x, offs, scores.squeeze(1) if scored else None, **rest)

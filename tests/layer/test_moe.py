@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from derivatives import check_no_second_derivative
@@ -386,6 +388,23 @@ def test_layer_compiles(device):
     compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     for got, plain in zip(results(compiled), want, strict=True):
         assert sqnr_db(got, plain) > 40
+
+
+def test_autocast_within_a_graph(device):
+    """A model may enter torch.autocast in its own forward."""
+    layer, x = layer_of(device), tokens(device)
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device, torch.bfloat16):
+            return layer(x)
+
+    def results(fn: Callable) -> tuple[Tensor, ...]:
+        out, loss = fn(x)
+        return out.detach(), *torch.autograd.grad(out, tuple(layer.parameters()), torch.ones_like(out))
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    for got, plain in zip(results(compiled), results(forward), strict=True):
+        assert got.dtype == plain.dtype and sqnr_db(got, plain) > 40
 
 
 def test_compiles_where_nothing_has_a_gradient():
