@@ -30,7 +30,7 @@ def of_rank(name: str, parameter: Tensor | None) -> Tensor | None:
         raise RuntimeError(f"Experts: {name} must be sharded by expert, (Shard(dim=0),), got {got}")
     e, ranks = parameter.shape[0], parameter.device_mesh.size()
     # All ranks raise together: if one rank raised alone, the others would wait for it.
-    ok = e > _most(parameter) * (ranks - 1)
+    ok = e > _most(e, ranks) * (ranks - 1)
     require(ok, f"Experts: {name} must have experts for each of {ranks} ranks, as Shard cuts, got {e}")
     return parameter.to_local()
 
@@ -64,14 +64,15 @@ def draw_in_turn(parameter: Tensor, first: int, num_experts: int, draw: Callable
             here[i - first] = expert[within]
 
 
-def _most(parameter: Tensor) -> int:
+def _most(num_experts: int, ranks: int) -> int:
     """The number of experts of every rank except the last, which may have fewer."""
-    return -(-parameter.shape[0] // parameter.device_mesh.size())
+    return -(-num_experts // ranks)
 
 
 def sum_of_ranks(
     experts: Callable[[Tensor, Tensor, Tensor], Tensor],
-    weight: Tensor,
+    mesh: DeviceMesh | None,
+    num_experts: int,
     x: Tensor,
     topk_ids: Tensor,
     topk_scores: Tensor,
@@ -82,19 +83,19 @@ def sum_of_ranks(
 
     Args:
         experts: computes x, ids and scores with this rank's experts.
-        weight: a parameter of these experts, for its mesh.
+        mesh: the ranks over which experts are sharded, or None.
+        num_experts: the number of experts of all ranks.
         x, topk_ids, topk_scores: DTensors, `Replicate()` over that mesh, with ids of all experts.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    mesh = getattr(weight, "device_mesh", None)
     for name, t in (("x", x), ("topk_ids", topk_ids), ("topk_scores", topk_scores)):
         if is_dtensor(t) and t.device_mesh == mesh and t.placements == (Replicate(),):
             continue
         got = f"{t.placements} on {t.device_mesh}" if is_dtensor(t) else "no DTensor"
         text = f"Experts: {name} must be (Replicate(),) on the mesh of the parameters, {mesh}, got {got}"
         raise RuntimeError(text)
-    most = _most(weight)
+    most = _most(num_experts, mesh.size())
     ids = topk_ids.to_local() - most * mesh.get_local_rank()
     ids = torch.where((ids >= 0) & (ids < most), ids, -1)
     x, scores = (t.to_local(grad_placements=[Partial()]) for t in (x, topk_scores))

@@ -99,6 +99,7 @@ class Experts(nn.Module):
             check_bool("Experts", name, value)
         self.delayed = DelayedWgrads() if delay_wgrad else None
         self.num_experts, self.ep, self.adds_to_main_grad = num_experts, ep, main_grad
+        self.frozen_mesh = None  # over which weights were sharded that `freeze_` has quantized
         recipe = get_recipe(recipe, "Experts")
         self.options = dict(recipe=recipe, activation=activation, interleaved=interleaved, keep=keep)
         check_fits(ep, num_experts, recipe)
@@ -152,6 +153,7 @@ class Experts(nn.Module):
             if isinstance(weight, FrozenWeight):
                 continue
             pair = quantize_weight(weight.detach(), recipe.format, **how)
+            self.frozen_mesh = getattr(getattr(self, name), "device_mesh", None)
             delattr(self, name)  # the place of a parameter cannot hold a module
             setattr(self, name, FrozenWeight(pair[0] if alone else pair))
         return self
@@ -197,7 +199,10 @@ class Experts(nn.Module):
         if self.ep is not None:
             return self._over_ranks(*call, shared_experts)
         require(shared_experts is None, "Experts: shared_experts must be None without ep, got one")
-        return sum_of_ranks(self._of_rank, self.down_proj, *call) if is_dtensor(x) else self._of_rank(*call)
+        if not is_dtensor(x):
+            return self._of_rank(*call)
+        mesh = getattr(self.down_proj, "device_mesh", self.frozen_mesh)
+        return sum_of_ranks(self._of_rank, mesh, self.num_experts, *call)
 
     def _of_rank(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
         return experts(x, topk_ids, topk_scores, **self._arguments(), **self.options)

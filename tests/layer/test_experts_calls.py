@@ -261,7 +261,7 @@ def test_meta_tensors(name):
 )
 def test_max_experts_of_torch(recipe, wanted, what, monkeypatch):
     """Its grouped product takes fewer on a GPU, here 7: an error before anything runs."""
-    monkeypatch.setattr(sys.modules["moe_fp8_ext.layer.experts"], "max_experts", lambda x: 7)
+    monkeypatch.setattr(sys.modules["moe_fp8_ext.layer.experts"], "max_experts", lambda x, has_factors: 7)
     frozen = tuple(n for n in LEAVES if n != wanted)
     if what is None:
         assert run(layer(bias=True), recipe=recipe, frozen=frozen).keys() == {"out", wanted}

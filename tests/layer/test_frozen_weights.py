@@ -521,6 +521,20 @@ def test_parts_of_a_mesh(world_of_one):
         Quantized.from_parts(q, scale.redistribute(mesh, [Replicate()]), "blockwise")
 
 
+def test_freezes_a_module_over_a_mesh(world_of_one):
+    """It still takes tokens that every rank has."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh, problem = init_device_mesh("cpu", (1,)), layer(t=20, d=64, f=48)
+    module = Experts(8, 64, 48, recipe="blockwise")
+    for name, weight in list(module.named_parameters()):
+        module.register_parameter(name, Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
+    call = [DTensor.from_local(t.detach(), mesh, [Replicate()]) for t in (problem.x, problem.ids, problem.scores)]
+    want = module(*call).full_tensor()
+    assert_same((module.freeze_()(*call).full_tensor(),), (want,))
+
+
 def test_moves_and_copies():
     w = layer(t=1, d=256, f=128).w_down
     first, second = quantize_weight(w, "blockwise")
