@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.matmul.low_rank import Rows, Slots, Tokens, add_to_rows, add_to_tokens, dropped, factor, kept
+from moe_fp8_ext.matmul.low_rank import Factor, Rows, Slots, Tokens, add_to_rows, add_to_tokens, dropped, kept
 from moe_fp8_ext.ops.checks import check_number, fail
 
 MAX_RANK = 256
@@ -82,8 +82,8 @@ class Adapter(NamedTuple):
     to tokens; a backward goes the other way.
     """
 
-    A: Tensor | None
-    B: Tensor | None
+    A: Factor | None
+    B: Factor | None
     rank: int
     scaling: float
     dropout: float
@@ -91,12 +91,12 @@ class Adapter(NamedTuple):
     needs_B: bool
 
     def ready(self, A: Tensor, B: Tensor, backward: bool = False) -> Adapter:
-        """Returns the adapter with factors as products take them: A [.., R, K] and the transpose of B, [.., R, N].
+        """Returns the adapter with the factors that products take: A [.., R, K] and the transpose of B, [.., R, N].
 
         The scaling is in the factor that narrows: A, and B in backward.
         """
         of_A, of_B = (1.0, self.scaling) if backward else (self.scaling, 1.0)
-        return Adapter(factor(A, of_A), factor(B.mT, of_B), *self[2:])
+        return Adapter(Factor(A, of_A), Factor(B.mT, of_B), *self[2:])
 
     def static(self) -> Adapter:
         """Returns the adapter without the tensors that autograd saves, for backward."""
