@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from case import RECIPES, training_rows
+from case import RECIPES, commits_of, training_rows
 from tabulate import tabulate
 
 from moe_fp8_ext import _C, Recipe
@@ -112,4 +112,19 @@ def markdown(results: dict[str, dict]) -> str:
     """The table of docs/gpus.md, with the speeds that `results`, the files of bench/results, have measured."""
     table = entries()
     body = [(gpu, *(cell(table, recipe, gpu, results) for recipe in RECIPES), GPUS[gpu][-1]) for gpu in GPUS]
-    return tabulate(body, ("", *(f'`"{recipe}"`' for recipe in RECIPES), "kernels"), tablefmt="github")
+    text = tabulate(body, ("", *(f'`"{recipe}"`' for recipe in RECIPES), "kernels"), tablefmt="github")
+    measured = [(result, rows) for result in results.values() if (rows := training_rows(result))]
+    where = " and ".join(f"{result['device']} at {commits_of(rows, result)}" for result, rows in measured)
+    return f"{text}\n\nSpeeds: `grouped_mm`, forward and backward, on {where}." if where else text
+
+
+def forced(results: dict[str, dict]) -> str:
+    """The table of docs/gpus.md with forward products of DeepSeek-V3's sizes, if `mma` is forced on a GPU."""
+    result = next(result for result in results.values() if result.get("gemm") == "mma")
+    rows = [row for row in result["rows"] if "torch BF16" in row["peers"] and re.match(r"dsv3\w* 2Dx3D", row["shape"])]
+    in_bf16 = [row["tflops"] * row["us"] / row["peers"]["torch BF16"] for row in rows]
+    speeds = {f'`mma`, `"{r}"`': [row["tflops"] for row in rows if row["op"].endswith(r)] for r in RECIPES}
+    speeds["torch's BF16, by Hopper's own instructions"] = in_bf16
+    body = [(gemm, f"{min(found):.0f} to {max(found):.0f}") for gemm, found in speeds.items() if found]
+    where = f"{result['device']} at {commits_of(rows, result)}, torch {result['torch']}"
+    return f"{where}:\n\n{tabulate(body, ('GEMM', 'TFLOPS'), tablefmt='github')}"

@@ -276,7 +276,7 @@ def documents() -> dict[Path, str]:
             ),
             "losses": losses_text(docs / "recipes.md"),
         },
-        docs / "gpus.md": {"matrix": matrix.markdown(results)},
+        docs / "gpus.md": {"matrix": matrix.markdown(results), "forced": matrix.forced(everything)},
         docs / "stats.md": {"stats": tables.stats_text(recorded_alone(tables.STATS))},
         docs / "ops.md": {"generic": tables.generic_table(results)},
         docs / "transformers.md": {"transformers": tables.adoption_table(results)},

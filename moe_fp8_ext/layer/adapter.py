@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.matmul.low_rank import Rows, Slots, Tokens, add_to_rows, add_to_tokens, dropped, factor, kept
-from moe_fp8_ext.ops.checks import check_number, require
+from moe_fp8_ext.ops.checks import check_number, fail
 
 MAX_RANK = 256
 
@@ -61,7 +61,8 @@ def check_adapter_numbers(op: str, scaling_name: str, dropout_name: str, scaling
         return
     check_number(op, scaling_name, scaling)
     check_number(op, dropout_name, dropout)
-    require(0 <= dropout < 1, f"{op}: {dropout_name} must be from 0 to less than 1, got {dropout}")
+    if not 0 <= dropout < 1:
+        fail(op, f"{dropout_name} must be from 0 to less than 1, got {dropout}")
 
 
 class Adapted(NamedTuple):
@@ -89,17 +90,17 @@ class Adapter(NamedTuple):
     needs_A: bool
     needs_B: bool
 
-    def ready(self, A: Tensor | None, B: Tensor | None, backward: bool = False) -> Adapter:
+    def ready(self, A: Tensor, B: Tensor, backward: bool = False) -> Adapter:
         """Returns the adapter with factors as products take them: A [.., R, K] and the transpose of B, [.., R, N].
 
         The scaling is in the factor that narrows: A, and B in backward.
         """
         of_A, of_B = (1.0, self.scaling) if backward else (self.scaling, 1.0)
-        return self._replace(A=None if A is None else factor(A, of_A), B=None if B is None else factor(B.mT, of_B))
+        return Adapter(factor(A, of_A), factor(B.mT, of_B), *self[2:])
 
     def static(self) -> Adapter:
         """Returns the adapter without the tensors that autograd saves, for backward."""
-        return self._replace(A=None, B=None)
+        return self if self.A is None else Adapter(None, None, *self[2:])
 
     # ---- forward ----
 
@@ -132,7 +133,7 @@ class Adapter(NamedTuple):
         if needs_da or self.needs_A:
             v = dout.narrow(self.B)
         if self.needs_B:
-            dB = dout.outer(of.u, self.B, scores)[..., : self.rank, :].mT
+            dB = self._without_padding(dout.outer(of.u, self.B, scores)).mT
         return v, dB
 
     def add_to_da(self, da: Tensor, v: Tensor, of: Adapted, slots: Slots) -> Tensor:
@@ -140,7 +141,7 @@ class Adapter(NamedTuple):
 
     def down_dA(self, v: Tensor, a: Tensor, of: Adapted, slots: Slots) -> Tensor:
         """a [P, K] has been multiplied by scores."""
-        return Rows(self._dropped_again(a, of), slots).outer(v, self.A)[..., : self.rank, :]
+        return self._without_padding(Rows(self._dropped_again(a, of), slots).outer(v, self.A))
 
     def up_gradients(
         self, dh: Tensor, of: Adapted, slots: Slots, needs_dx: bool
@@ -150,7 +151,7 @@ class Adapter(NamedTuple):
         if needs_dx or self.needs_A:
             v = dh.narrow(self.B)
         if self.needs_B:
-            dB = dh.outer(of.u, self.B)[..., : self.rank, :].mT
+            dB = self._without_padding(dh.outer(of.u, self.B)).mT
         return v, dB
 
     def add_to_dx(self, dx: Tensor, v: Tensor, of: Adapted, slots: Slots) -> Tensor:
@@ -158,7 +159,11 @@ class Adapter(NamedTuple):
         return add_to_tokens(dx, v, self.A, slots, None, of.mask, self.dropout)
 
     def up_dA(self, v: Tensor, tokens: Tensor, of: Adapted, slots: Slots) -> Tensor:
-        return Tokens(self._dropped_again(tokens, of), slots).outer(v, self.A)[..., : self.rank, :]
+        return self._without_padding(Tokens(self._dropped_again(tokens, of), slots).outer(v, self.A))
+
+    def _without_padding(self, gradient: Tensor) -> Tensor:
+        """Returns the rows of a factor's gradient [.., R, W] that the factor has."""
+        return gradient if gradient.shape[-2] == self.rank else gradient[..., : self.rank, :]
 
     def _dropped(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return dropped(x, self.dropout) if self.dropout else (x, None)

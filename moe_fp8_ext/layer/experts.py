@@ -31,7 +31,7 @@ from moe_fp8_ext.ops.checks import (
     validate_ids,
     validate_offs,
 )
-from moe_fp8_ext.ops.dispatch import needs_gradient, refuse_tangent
+from moe_fp8_ext.ops.dispatch import needs_gradient, refuse_tangents_of
 from moe_fp8_ext.quantization.casting import autocast_dtype, cast, lies_transposed
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.quantization.prepare import DeferredWeight
@@ -242,34 +242,29 @@ def layer_call(
     check_one_of(op, "activation", activation, list(GATED))
     check_one_of(op, "keep", keep, KEEP)
     check_bool(op, "interleaved", interleaved)
-    named = zip(_WEIGHTS, (up, down), strict=True)
-    linears = [_linear(op, name, projection, recipe.format) for name, projection in named]
+    (up_lora, down_lora), (w_up, w_down) = (up.lora, down.lora), _WEIGHTS
+    up, down = _linear(op, w_up, up, recipe.format), _linear(op, w_down, down, recipe.format)
     if delay_wgrad is not None:
-        linears = [_delayed(op, name, linear, delay_wgrad) for name, linear in zip(_WEIGHTS, linears, strict=True)]
-    _check(op, x, topk_ids, topk_scores, linears, GATED[activation])
-    factors = None, None, None, None
-    if up.lora is not None or down.lora is not None:
-        adapted = [_adapted(op, x, *args) for args in zip(_LORA, (up, down), linears, strict=True)]
-        linears, factors = [linear for linear, *_ in adapted], [t for _, *factors in adapted for t in factors]
-    e, d, f = linears[1].values.shape
-    if quantized is None and not any(linear.is_quantized for linear in linears):
+        up, down = _delayed(op, w_up, up, delay_wgrad), _delayed(op, w_down, down, delay_wgrad)
+    _check(op, x, topk_ids, topk_scores, up, down, GATED[activation])
+    up, *up_factors = _adapted(op, x, _LORA[0], up_lora, up)
+    down, *down_factors = _adapted(op, x, _LORA[1], down_lora, down)
+    e, d, f = down.values.shape
+    if quantized is up.quantized is down.quantized is None:
         slots = x.shape[0] if topk_ids is None else topk_ids.numel()
         recipe = recipe.for_layer(slots, d, f, e, GATED[activation])
     dtype, needs = autocast_dtype(x), (needs_gradient(x), needs_gradient(topk_scores))
-    backward = any(needs) or any(
-        (linear.needs_weight and linear.delayed is None) or linear.needs_bias or linear.needs_A or linear.needs_B
-        for linear in linears
-    )
+    backward = any(needs) or up.has_gradient or down.has_gradient
     x = cast(x, dtype or x.dtype) if quantized is None else x
     scores = None if topk_scores is None else cast(topk_scores, torch.float32).contiguous()
-    weights = [linear.weight if linear.delayed is None else None for linear in linears]
-    inputs = x, scores, *weights, *(linear.bias for linear in linears), *factors
-    up, down = [_of_call(op, name, linear, backward) for name, linear in zip(_WEIGHTS, linears, strict=True)]
-    rounding = common_rounding(recipe.rounding, quantized, *up.quantized, *down.quantized)
+    weights = up.weight if up.delayed is None else None, down.weight if down.delayed is None else None
+    inputs = x, scores, *weights, up.bias, down.bias, *up_factors, *down_factors
+    up, down = _of_call(op, w_up, up, backward), _of_call(op, w_down, down, backward)
+    rounding = common_rounding(recipe.rounding, quantized, *(up.quantized or ()), *(down.quantized or ()))
     options = recipe, rounding, activation, interleaved, keep == "fp8", dtype, e, f, quantized is not None
     call = Call(*options, *needs, up, down, delay_wgrad)
     for name, linear, transposed in zip(_WEIGHTS, (up, down), (call.needs_x, call.needs_da), strict=True):
-        if not transposed or not linear.is_quantized or linear.quantized[1] is not None:
+        if not transposed or linear.quantized is None or linear.quantized[1] is not None:
             continue
         if not FORMATS[linear.quantized[0].format].has_square_blocks:
             text = "must be the pair of quantize_weight where backward multiplies by it, got its first alone"
@@ -308,7 +303,7 @@ def call_with_options(
 
 def _linear(op: str, name: str, of: Projection, format: str | None) -> ExpertLinear:
     quantized = given(op, name, of.weight, format, weight=True)
-    weight = of.weight if quantized[0] is None else None
+    weight, quantized = (of.weight, None) if quantized[0] is None else (None, quantized)
     needs_weight = needs_gradient(weight)
     parameter = main_grad.parameter_of_ddp(weight) if of.main_grad is not None and needs_weight else None
     return ExpertLinear(weight, of.bias, quantized, of.main_grad, parameter, needs_weight, needs_gradient(of.bias))
@@ -326,7 +321,7 @@ def _delayed(op: str, name: str, linear: ExpertLinear, delay_wgrad: DelayedWgrad
         fail(op, f"{name} must be a parameter, or have a main_grad, with delay_wgrad, got one that fully_shard gathers")
     if linear.main_grad is None and not linear.weight.is_leaf:
         fail(op, f"{name} must be a parameter, or have a main_grad, with delay_wgrad, got a result of autograd")
-    refuse_tangent(op, f"{name} must have no tangent with delay_wgrad", linear.weight)
+    refuse_tangents_of(op, f"{name} must have no tangent with delay_wgrad", linear.weight)
     return linear._replace(delayed=linear.weight)
 
 
@@ -335,7 +330,7 @@ def _of_call(op: str, name: str, linear: ExpertLinear, backward: bool) -> Expert
 
     A quantized weight whose gradient goes to main_grad needs one whenever there is a backward.
     """
-    is_trained = linear.is_quantized and linear.main_grad is not None
+    is_trained = linear.quantized is not None and linear.main_grad is not None
     if is_trained and torch.is_grad_enabled() and not backward:
         why = f"because main_grad belongs to a quantized {name}, which autograd does not see"
         fail(op, f"x or another input must require a gradient, {why}, got none that does")
@@ -343,7 +338,7 @@ def _of_call(op: str, name: str, linear: ExpertLinear, backward: bool) -> Expert
         why = f"because autograd does not see a delayed {name} and would run no backward"
         fail(op, f"x or another input must require a gradient, {why}, got none that does")
     needs_weight = backward if is_trained else linear.needs_weight
-    transposed = not linear.is_quantized and lies_transposed(linear.weight)
+    transposed = linear.quantized is None and lies_transposed(linear.weight)
     return linear._replace(weight=None, bias=None, needs_weight=needs_weight, transposed=transposed)
 
 
@@ -359,10 +354,9 @@ def _in_bf16(call: Call) -> str | None:
 
 
 def _adapted(
-    op: str, x: Tensor, name: str, projection: Projection, linear: ExpertLinear
+    op: str, x: Tensor, name: str, lora: LoRA | tuple[Tensor, Tensor, float] | None, linear: ExpertLinear
 ) -> tuple[ExpertLinear, Tensor | None, Tensor | None]:
     """Checks the adapter of a projection, if it has one. Returns the projection with it, and the tensors A and B."""
-    lora = projection.lora
     if lora is None:
         return linear, None, None
     if not isinstance(lora, (tuple, list)):
@@ -371,10 +365,8 @@ def _adapted(
         fail(op, f"{name} must be a LoRA or a tuple (A, B, scaling), got {len(lora)} values")
     A, B, scaling, dropout = LoRA(*lora)
     check_adapter_numbers(op, f"scaling of {name}", f"dropout of {name}", scaling, dropout)
-    for letter, t in (("A", A), ("B", B)):
-        if isinstance(t, Tensor) and t.dim() not in (2, 3):
-            fail(op, f"{letter} of {name} must have 2 or 3 dimensions, got {t.dim()}")
-        check_dense(op, f"{letter} of {name}", t, t.dim() if isinstance(t, Tensor) else 3)
+    check_dense(op, f"A of {name}", A, 2, 3)
+    check_dense(op, f"B of {name}", B, 2, 3)
     (e, n, k), rank = linear.values.shape, A.shape[-2]
     if A.shape[-1] != k and rank == k:
         fail(op, f"A of {name} must have size {k} in dimension {A.dim() - 1}, got {A.shape[-1]}; it is [E, r, K]")
@@ -382,51 +374,66 @@ def _adapted(
         fail(op, f"A of {name} must have a rank from 1 to {MAX_RANK}, got {rank}")
     if B.shape[-2:] == (rank, n) and rank != n:
         fail(op, f"B of {name} must have size {n} in dimension {B.dim() - 2}, got {rank}; it is [E, N, r]")
-    for letter, t, shape in (("A", A, (rank, k)), ("B", B, (n, rank))):
-        _check_tensor(op, f"{letter} of {name}", t, (e, *shape)[3 - t.dim() :], x)
-    needs = dict(needs_A=needs_gradient(A), needs_B=needs_gradient(B))
-    adapter = Adapter(None, None, rank, scaling, dropout, **needs)
-    return linear._replace(adapter=adapter, **needs), A, B
+    _check_like(op, f"A of {name}", A, (e, rank, k)[3 - A.dim() :], x)
+    _check_like(op, f"B of {name}", B, (e, n, rank)[3 - B.dim() :], x)
+    needs_A, needs_B = needs_gradient(A), needs_gradient(B)
+    adapter = Adapter(None, None, rank, scaling, dropout, needs_A, needs_B)
+    return linear._replace(adapter=adapter, needs_A=needs_A, needs_B=needs_B), A, B
 
 
 def _check(
-    op: str, x: Tensor, topk_ids: Tensor | None, scores: Tensor | None, linears: list[ExpertLinear], gated: bool
+    op: str,
+    x: Tensor,
+    topk_ids: Tensor | None,
+    scores: Tensor | None,
+    up: ExpertLinear,
+    down: ExpertLinear,
+    gated: bool,
 ) -> None:
     check_dense(op, "x", x, 2)
     if topk_ids is not None:
         check_dense(op, "topk_ids", topk_ids, 2)
-    check_dense(op, "w_down", linears[1].values, 3)
-    (tokens, d), (e, _, f) = x.shape, linears[1].values.shape
+    w_up, w_down = up.values, down.values
+    check_dense(op, "w_down", w_down, 3)
+    (tokens, d), (e, _, f) = x.shape, w_down.shape
     if topk_ids is not None and topk_ids.shape[1] < 1:
         fail(op, "topk_ids must have at least 1 column, got 0")
     if not 1 <= e <= MAX_EXPERTS:
         fail(op, f"w_down must have from 1 to {MAX_EXPERTS} experts, got {e}")
     rows = 2 * f if gated else f
-    if not linears[1].is_quantized and f == d != linears[1].values.shape[1]:
-        got = linears[1].values.shape[1]
+    if f == d != w_down.shape[1] and down.quantized is None:
+        got = w_down.shape[1]
         fail(op, f"w_down must have size {d} in dimension 1, got {got}; it is [E, D, F], not [E, F, D]")
-    _check_tensor(op, "x", x, (tokens, d), x)
+    _check_like(op, "x", x, (tokens, d), x)
     if topk_ids is not None:
-        top_k = topk_ids.shape[1]
-        _check_tensor(op, "topk_ids", topk_ids, (tokens, top_k), x, (torch.int32, torch.int64))
-        _check_tensor(op, "topk_scores", scores, (tokens, top_k), x)
+        slots = tokens, topk_ids.shape[1]
+        _check_like(op, "topk_ids", topk_ids, slots, x, (torch.int32, torch.int64))
+        _check_tensor(op, "topk_scores", scores, slots, x)
     elif scores is not None:
         _check_tensor(op, "scores", scores, (tokens, 1), x)
-    for name, linear, shape in zip(_WEIGHTS, linears, ((e, rows, d), (e, d, f)), strict=True):
-        w = linear.values
-        _check_tensor(op, name, w, shape, x, (w.dtype,) if linear.is_quantized else INPUT_DTYPES)
-    for name, linear, shape in zip(("b_gate_up", "b_down"), linears, ((e, rows), (e, d)), strict=True):
-        if linear.bias is not None:
-            _check_tensor(op, name, linear.bias, shape, x)
-    for name, linear in zip(_WEIGHTS, linears, strict=True):
-        if linear.main_grad is not None:
-            check_main_grad(op, f"main_grad_{name[2:]}", linear.main_grad, name, linear.values)
+    _check_tensor(op, "w_gate_up", w_up, (e, rows, d), x, INPUT_DTYPES if up.quantized is None else (w_up.dtype,))
+    _check_like(op, "w_down", w_down, (e, d, f), x, INPUT_DTYPES if down.quantized is None else (w_down.dtype,))
+    if up.bias is not None:
+        _check_tensor(op, "b_gate_up", up.bias, (e, rows), x)
+    if down.bias is not None:
+        _check_tensor(op, "b_down", down.bias, (e, d), x)
+    if up.main_grad is not None:
+        check_main_grad(op, "main_grad_gate_up", up.main_grad, "w_gate_up", w_up)
+    if down.main_grad is not None:
+        check_main_grad(op, "main_grad_down", down.main_grad, "w_down", w_down)
 
 
 def _check_tensor(
     op: str, name: str, t: Tensor, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES
 ) -> None:
     check_dense(op, name, t, len(shape))
+    _check_like(op, name, t, shape, x, dtypes)
+
+
+def _check_like(
+    op: str, name: str, t: Tensor, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES
+) -> None:
+    """Checks a dense tensor of len(shape) dimensions."""
     if t.dtype not in dtypes:
         fail(op, f"{name} must be {either([dtype_name(dtype) for dtype in dtypes])}, got {t.dtype}")
     if t.device != x.device:

@@ -66,7 +66,9 @@ class FrozenWeight(nn.Module):
     def operand(self) -> Quantized | Pair:
         """Returns what `experts` and `grouped_mm` take in place of the weight."""
         first = Quantized(self.q, self.scale, self.format)
-        return first if self.q_t is None else (first, Quantized(self.q_t, self.scale_t, self.format, transposed=True))
+        if self.dtypes["q_t"] is None:
+            return first
+        return first, Quantized(self.q_t, self.scale_t, self.format, transposed=True)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.shape)}, format={self.format!r}, directions={1 if self.q_t is None else 2}"

@@ -23,7 +23,7 @@ class ExpertLinear(NamedTuple):
 
     weight: Tensor | None  # [E, N, K]; None if it is quantized
     bias: Tensor | None  # [E, N]
-    quantized: tuple[Quantized | None, Quantized | None] = (None, None)
+    quantized: tuple[Quantized, Quantized | None] | None = None
     main_grad: Tensor | None = None  # shaped as the weight: the gradient is added here, not given to autograd
     parameter: Tensor | None = None  # whose attributes tell Megatron's DDP that main_grad has the gradient
     needs_weight: bool = False  # whether the weight needs a gradient
@@ -35,20 +35,21 @@ class ExpertLinear(NamedTuple):
     adapter: Adapter | None = None
 
     @property
-    def is_quantized(self) -> bool:
-        return self.quantized[0] is not None
-
-    @property
     def values(self) -> Tensor:
         """The weight [E, N, K] as it is stored: in fp8 if it is quantized."""
-        return self.quantized[0].q if self.is_quantized else self.weight
+        return self.weight if self.quantized is None else self.quantized[0].q
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether autograd wants the gradient of one of its tensors."""
+        return (self.needs_weight and self.delayed is None) or self.needs_bias or self.needs_A or self.needs_B
 
     def operands(self, engine: Engine, dtype: torch.dtype | None, transposed: bool) -> tuple[Operand, Operand]:
         """Makes the operand of the weight for products over K. Returns it and, if `transposed`, what `second` takes.
 
         dtype is torch.autocast's if it is on, else None.
         """
-        if self.is_quantized:
+        if self.quantized is not None:
             return operands_of(self.quantized, transposed)
         return engine.weight(self.weight, dtype or self.weight.dtype, transposed, frozen=not self.needs_weight)
 
@@ -66,15 +67,15 @@ class ExpertLinear(NamedTuple):
     ) -> ExpertLinear:
         """Returns the projection with the tensors that autograd sees, and with its adapter's factors ready."""
         adapter = None if self.adapter is None else self.adapter.ready(A, B)
-        return self._replace(weight=self.delayed if weight is None else weight, bias=bias, adapter=adapter)
+        return ExpertLinear(self.delayed if weight is None else weight, bias, *self[2:-1], adapter)
 
     def of_backward(self, A: Tensor | None, B: Tensor | None) -> ExpertLinear:
         """Returns the projection with its adapter's factors ready for backward, if it has an adapter."""
-        return self if self.adapter is None else self._replace(adapter=self.adapter.ready(A, B, backward=True))
+        return self if self.adapter is None else ExpertLinear(*self[:-1], self.adapter.ready(A, B, backward=True))
 
     def static(self) -> ExpertLinear:
         """Returns the projection without the tensors that autograd saves, for backward."""
-        if self.weight is None and self.bias is None and not self.is_quantized and self.adapter is None:
-            return self
         adapter = None if self.adapter is None else self.adapter.static()
-        return self._replace(weight=None, bias=None, quantized=(None, None), adapter=adapter)
+        if self.weight is self.bias is self.quantized is None and adapter is self.adapter:
+            return self
+        return ExpertLinear(None, None, None, *self[3:-1], adapter)

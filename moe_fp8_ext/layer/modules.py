@@ -225,7 +225,8 @@ class Experts(nn.Module):
             rest[f"b_{argument}"] = of_rank(f"{name}_bias", getattr(self, f"{name}_bias"))
             rest[f"main_grad_{argument}"] = of_rank(f"main_grad of {name}", self._main_grad(name))
             if self.lora_rank is not None:
-                A, B = (of_rank(n, getattr(self, n)) for n in (f"{name}_lora_A", f"{name}_lora_B"))
+                A = of_rank(f"{name}_lora_A", getattr(self, f"{name}_lora_A"))
+                B = of_rank(f"{name}_lora_B", getattr(self, f"{name}_lora_B"))
                 rest[f"lora_{argument}"] = LoRA(A, B, self.lora_scaling, self.lora_dropout if self.training else 0.0)
         return rest
 

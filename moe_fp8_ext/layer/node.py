@@ -72,7 +72,11 @@ class Call(NamedTuple):
     def static(self) -> Call:
         """Returns the call without the tensors that autograd saves, for backward."""
         up, down = self.up.static(), self.down.static()
-        return self if up is self.up and down is self.down else self._replace(up=up, down=down)
+        return self if up is self.up and down is self.down else self.of(up, down)
+
+    def of(self, up: ExpertLinear, down: ExpertLinear) -> Call:
+        """Returns the call with other projections."""
+        return Call(*self[:-3], up, down, self.delayed)
 
 
 class Inputs(NamedTuple):
@@ -93,7 +97,8 @@ class Inputs(NamedTuple):
         return [None if t is None else t.dtype for t in self]
 
     def cast_to(self, dtypes: Sequence[torch.dtype | None]) -> Inputs:
-        return Inputs(*[None if t is None else cast(t, dtype) for t, dtype in zip(self, dtypes, strict=True)])
+        pairs = zip(self, dtypes, strict=True)
+        return Inputs(*[t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in pairs])
 
 
 class SavedLayer(NamedTuple):
@@ -236,7 +241,7 @@ def _forward(
 ) -> tuple[Callable[[], Tensor], SavedChunk]:
     """Computes a chunk up to its activations. Returns the rest, which computes out [T, D] in bfloat16, and the tensors
     that backward reads."""
-    x, scores, groups = chunk
+    (x, scores, groups), needs_h = chunk, call.needs_h
     slots = Slots(groups) if call.is_adapted else None
     rows, _ = engine.tokens(x, groups, rows=True)
     # The activation adds the bias, unless an adapter or statistics read h with it.
@@ -248,7 +253,7 @@ def _forward(
     if watch is not None:
         watch.forward(x, h, groups, up.weight, down.weight)
     bias = None if bias is None else rounded(bias, h.dtype).contiguous()
-    rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h, bias)
+    rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and needs_h, bias)
     of_down = UNADAPTED if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
 
     def finish() -> Tensor:
@@ -256,7 +261,7 @@ def _forward(
         out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
         return out if down.adapter is None else down.adapter.down(out, of_down, slots, scores)
 
-    x, h = x if up.needs_weight or up.needs_A else NOTHING, h if call.needs_h else NOTHING
+    x, h = x if up.needs_weight or up.needs_A else NOTHING, h if needs_h else NOTHING
     kept_of_down = of_down if down.adapter is None else down.adapter.kept(of_down)
     kept = x.values, x.scale, h.values, h.scale, *of_up, *kept_of_down
     return finish, SavedChunk(scores, groups.offs, groups.indices, groups.inverse, *kept)
@@ -274,13 +279,13 @@ def _backward(
     engine, found = engine_of(call.recipe, call.rounding), []
     if call.is_adapted:
         up = call.up.of_backward(layer.A_gate_up, layer.B_gate_up)
-        call = call._replace(up=up, down=call.down.of_backward(layer.A_down, layer.B_down))
+        call = call.of(up, call.down.of_backward(layer.A_down, layer.B_down))
     up_t = partial(call.up.second, engine, Operand(layer.up_t, layer.up_t_scale), call.dtype)
     down_t = partial(call.down.second, engine, Operand(layer.down_t, layer.down_t_scale), call.dtype)
     if len(kept) > 1:  # chunks share the operands. A single chunk frees each one after its product
         up_t, down_t = _once(up_t), _once(down_t)
         up, down = (linear._replace(transposed=False) for linear in (call.up, call.down))  # totals are contiguous
-        call = call._replace(up=up, down=down)
+        call = call.of(up, down)
     weights = (WeightGradients if call.delayed is None else call.delayed.of_backward)(engine, call.up, call.down)
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)

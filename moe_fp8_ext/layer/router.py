@@ -225,7 +225,7 @@ class Router(nn.Module):
             topk_scores: [T, top_k], with topk_ids only: these scores in place of computed ones. The weight then has
                 gradients of the losses alone.
         """
-        options = self._options(x)._replace(given_ids=topk_ids)
+        options = self._options(x, topk_ids)
         self._check_given(x, mask, topk_ids, topk_scores)
         choose = partial(on_every_rank, "Router", _Choice.apply) if is_dtensor(x) else _Choice.apply
         logits, topk_ids, scores = choose(x, self.weight, mask, *options)
@@ -255,18 +255,21 @@ class Router(nn.Module):
             check_dense("Router", "topk_scores", topk_scores, 2)
             check_shape("Router", "topk_scores", topk_scores, slots)
 
-    def _options(self, x: Tensor) -> ChoiceOptions:
-        """Checks x and returns the options of a forward that chooses."""
+    def _options(self, x: Tensor, given_ids: Tensor | None) -> ChoiceOptions:
+        """Checks x and returns the options of a forward."""
         check_dense("Router", "x", x, 2)
-        require(x.dtype in INPUT_DTYPES, f"Router: x must be {either(map(dtype_name, INPUT_DTYPES))}, got {x.dtype}")
+        if x.dtype not in INPUT_DTYPES:
+            fail("Router", f"x must be {either(map(dtype_name, INPUT_DTYPES))}, got {x.dtype}")
         (experts, size), device = self.weight.shape, self.weight.device
-        cause = "; sizes are given as Router(num_experts, hidden_size, top_k)" if x.shape[1] == experts else ""
-        require(x.shape[1] == size, f"Router: x must have size {size} in dimension 1, got {x.shape[1]}{cause}")
-        require(x.device == device, f"Router: x must be on the device of weight, {device}, got {x.device}")
+        if x.shape[1] != size:
+            cause = "; sizes are given as Router(num_experts, hidden_size, top_k)" if x.shape[1] == experts else ""
+            fail("Router", f"x must have size {size} in dimension 1, got {x.shape[1]}{cause}")
+        if x.device != device:
+            fail("Router", f"x must be on the device of weight, {device}, got {x.device}")
         bias = self.e_score_correction_bias
         bias = None if bias is None else cast(bias, torch.float32)
         scores = self.scoring, self.normalize, self.scaling_factor
-        return ChoiceOptions(self.top_k, bias, *scores, self.num_groups, self.top_groups, self.group_score, None)
+        return ChoiceOptions(self.top_k, bias, *scores, self.num_groups, self.top_groups, self.group_score, given_ids)
 
     def _count(self, topk_ids: Tensor) -> None:
         """Adds the choice to tokens_per_expert, in training and where a bias balances experts."""

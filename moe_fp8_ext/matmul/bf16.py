@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import _torch
+from moe_fp8_ext.ops.dispatch import python_op
 from moe_fp8_ext.quantization.casting import cast
-from moe_fp8_ext.quantization.format import MAX_EXPERTS, round_up
+from moe_fp8_ext.quantization.format import MAX_EXPERTS
 
 _pad_token_groups_to = torch.ops.moe_fp8.pad_token_groups_to.default
 
@@ -30,10 +31,10 @@ def bf16_product(a: Tensor, b_t: Tensor, offs: Tensor, covered: bool = False) ->
 
     covered: whether every row has a group.
     """
-    _, k, n = b_t.shape
+    n = b_t.shape[2]
     if offs.shape[0] == 0:  # torch divides by the number of groups
         return a.new_zeros(a.shape[0], n)
-    out = _product(_tma_operand(a, _tma_size(k)), _tma_operand(b_t, _tma_size(n), _tma_size(k)), offs, covered)
+    out = _product(_tma_operand(a), _tma_operand(b_t), offs, covered)
     return out if n == out.shape[1] else out[:, :n].contiguous()
 
 
@@ -47,10 +48,9 @@ def bf16_wgrad(
     if transposed and main_grad is None:
         return bf16_wgrad(a, dY, offs).mT
     n, k = dY.shape[1], a.shape[1]
-    dy = _tma_operand(cast(dY, torch.bfloat16), _tma_size(n))
-    a = _tma_operand(a, _tma_size(k))
+    dy, a = _tma_operand(cast(dY, torch.bfloat16)), _tma_operand(a)
     dW = _product(dy.t(), a, offs) if offs.shape[0] else a.new_zeros(0, dy.shape[1], a.shape[1])
-    dW = dW[:, :n, :k]
+    dW = dW if dW.shape[1:] == (n, k) else dW[:, :n, :k]
     if main_grad is None:
         return dW
     main_grad.add_(dW)
@@ -64,7 +64,12 @@ def _product(a: Tensor, b: Tensor, offs: Tensor, covered: bool = False) -> Tenso
     return out if b.dim() == 2 or covered else zero_tail(out, offs)
 
 
-@torch.library.custom_op("moe_fp8_ext::cpu_grouped_mm", mutates_args=())
+def _fake_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    groups = offs.shape if b.dim() == 2 else ()
+    return a.new_empty(*groups, a.shape[0], b.shape[-1])
+
+
+@python_op("moe_fp8_ext::cpu_grouped_mm", _fake_grouped_mm)
 def _cpu_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """torch._grouped_mm in float32, which is tens of times faster on a CPU without instructions for bfloat16.
 
@@ -74,35 +79,28 @@ def _cpu_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return out if b.dim() == 2 else zero_tail(out, offs)
 
 
-@_cpu_grouped_mm.register_fake
-def _(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    groups = offs.shape if b.dim() == 2 else ()
-    return a.new_empty(*groups, a.shape[0], b.shape[-1])
-
-
 def zero_tail(out: Tensor, offs: Tensor) -> Tensor:
     """Returns out [M, N] with zeros in the rows behind the last group."""
     # Copying every group to its own place zeroes the rest. It takes two ops; a mask of rows would take seven.
-    return _pad_token_groups_to(out, offs, torch.nn.functional.pad(offs, (1, -1)), out.shape[0])
+    return _pad_token_groups_to(out, offs, torch.constant_pad_nd(offs, (1, -1)), out.shape[0])
 
 
-def _tma_size(size: int) -> int:
-    """Rounds size up so that rows of bfloat16 start at multiples of 16 bytes, as TMA loads them; at least 8."""
-    return round_up(size, 8) or 8
+def _tma_operand(x: Tensor) -> Tensor:
+    """Pads the columns of x [M, K], or rows and columns of each matrix of x [E, K, N], with zeros.
 
-
-def _tma_operand(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
-    """Pads the last dimensions of x with zeros to these sizes: they add zero terms, or results that are cut off again.
-
-    Copies x only if its sizes, strides or base pointer are not as TMA needs them.
+    Sizes become multiples of 8, at least 8, because TMA loads rows of bfloat16 that start at multiples of 16 bytes. The
+    zeros add zero terms to products, or results that are cut off again. Copies x only if its sizes, strides or base
+    pointer are not as TMA needs them.
     """
-    *_, height, width = x.shape
-    if columns != width or (rows is not None and rows != height):
-        return torch.nn.functional.pad(x, (0, columns - width, 0, 0 if rows is None else rows - height))
+    *outer, height, width = x.shape
+    missing_columns = -width % 8 if width else 8
+    missing_rows = 0 if len(outer) == 0 else -height % 8 if height else 8  # torch 2.11 traces no `not outer`
+    if missing_columns or missing_rows:
+        return torch.nn.functional.pad(x, (0, missing_columns, 0, missing_rows))
     *outer, line, element = x.stride()
     if outer and element != 1:  # a matrix of three dimensions may be transposed
         line, element, width = element, line, height
-    is_aligned = line % 8 == 0 and (len(outer) == 0 or outer[0] % 8 == 0)  # torch 2.11 traces no `not outer`
+    is_aligned = line % 8 == 0 and (len(outer) == 0 or outer[0] % 8 == 0)
     # A graph does not know offsets. inductor copies an argument that is less aligned than the example it compiled for.
     is_aligned = is_aligned and (torch.compiler.is_compiling() or x.storage_offset() % 8 == 0)
     return x if element == 1 and line >= width and is_aligned else x.clone(memory_format=torch.contiguous_format)

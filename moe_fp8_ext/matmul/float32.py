@@ -27,7 +27,8 @@ def float32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> 
     infinity, or a value that bfloat16 rounds to one, may come out as NaN. If out_dtype is bfloat16, whose rounding is
     up to 2^-8, products of parts below 2^-16 of the first parts' product are left out.
     """
-    splits = a.dtype in _PARTS and b.dtype in _PARTS and any(t in _16_BIT for t in (a.dtype, b.dtype, out_dtype))
+    splits = a.dtype in _PARTS and b.dtype in _PARTS
+    splits = splits and (a.dtype in _16_BIT or b.dtype in _16_BIT or out_dtype in _16_BIT)
     if not splits or not _has_out_dtype(a):
         return cast(a.float() @ b.float(), out_dtype)
     by_parts = mm_by_parts if torch.compiler.is_compiling() else _mm_by_parts

@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 
 from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, zero_tail
 from moe_fp8_ext.matmul.engine import Groups
+from moe_fp8_ext.ops.dispatch import python_op
 from moe_fp8_ext.quantization.casting import cast, rounded, row_major
-from moe_fp8_ext.quantization.format import round_up
 
 _combine = torch.ops.moe_fp8.combine.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
@@ -42,7 +42,7 @@ def factor(m: Tensor, scaling: float = 1.0) -> Tensor:
     must not meet the factor of another expert, because zero times NaN is NaN.
     """
     *experts, r, w = m.shape
-    missing, by_column = round_up(r, 8) - r, m.stride(-2) == 1 and m.stride(-1) != 1
+    missing, by_column = -r % 8, m.stride(-2) == 1 and m.stride(-1) != 1
     if torch.compiler.is_compiling():  # Dynamo refuses an out= that is transposed
         m = m if by_column else m.contiguous()
         return rounded(pad(m, (0, 0, 0, missing, *(0, 1) * len(experts))) * scaling, torch.bfloat16)
@@ -50,7 +50,8 @@ def factor(m: Tensor, scaling: float = 1.0) -> Tensor:
     sizes = (w, r + missing) if by_column else (r + missing, w)
     out = m.new_zeros(*shape, *sizes, dtype=torch.bfloat16)
     out = out.mT if by_column else out
-    torch.mul(m, scaling, out=(out[:-1] if experts else out)[..., :r, :])  # rounds once
+    given = out[:-1] if experts else out
+    torch.mul(m, scaling, out=given[..., :r, :] if missing else given)  # rounds once
     return out
 
 
@@ -203,27 +204,25 @@ def _plus(out: Tensor, x: Tensor) -> Tensor:
     return out + x if torch.compiler.is_compiling() else out.add_(x)
 
 
-@torch.library.custom_op("moe_fp8_ext::addmm", mutates_args=())
+def _like_out(out: Tensor, u: Tensor, m: Tensor) -> Tensor:
+    return torch.empty_like(out)
+
+
+@python_op("moe_fp8_ext::addmm", _like_out)
 def _addmm(out: Tensor, u: Tensor, m: Tensor) -> Tensor:
     """out + u @ m, rounded once. Inductor splits torch's own op into a product and a sum, and rounds both."""
     return torch.addmm(out, u, m)
 
 
-@_addmm.register_fake
-def _(out: Tensor, u: Tensor, m: Tensor) -> Tensor:
-    return torch.empty_like(out)
+def _like_y(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor | None, p: float) -> Tensor:
+    return y.new_empty(y.shape)
 
 
-@torch.library.custom_op("moe_fp8_ext::add_low_rank", mutates_args=())
+@python_op("moe_fp8_ext::add_low_rank", _like_y)
 def _add_low_rank(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor | None, p: float) -> Tensor:
     """y + u @ m. One op, so that a policy of selective checkpointing that saves products does not save u @ m too."""
     wide = _mm(u, m) if m.dim() == 2 else bf16_product(u, m, covered, covered=True)
     return (wide if mask is None else kept(wide, mask, p)).add_(y)
-
-
-@_add_low_rank.register_fake
-def _(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor | None, p: float) -> Tensor:
-    return y.new_empty(y.shape)
 
 
 def _side_by_side(m: Tensor) -> Tensor:

@@ -77,16 +77,19 @@ def needs_gradient(x: object) -> bool:
 def refuse_derivatives_of(op: str, arg: str, *tensors: Tensor) -> None:
     """Raises if a tensor that is a constant of the op needs a derivative, which would be lost silently."""
     for x in tensors:
-        if needs_gradient(x):
+        if x.requires_grad and torch.is_grad_enabled():
             text = f"{arg} must not ask for a gradient where it is quantized (detach q and scale)"
             fail(op, f"{text}, got requires_grad=True")
-        refuse_tangent(op, f"{arg} must have no tangent where it is quantized", x)
+    refuse_tangents_of(op, f"{arg} must have no tangent where it is quantized", *tensors)
 
 
-def refuse_tangent(op: str, text: str, x: Tensor) -> None:
-    """Raises if x, which autograd does not see, has a tangent of forward-mode AD."""
-    if not _is_compiling() and _in_forward_ad() and forward_ad.unpack_dual(x).tangent is not None:
-        fail(op, f"{text}, got one")
+def refuse_tangents_of(op: str, text: str, *tensors: Tensor) -> None:
+    """Raises if one of the tensors, which autograd does not see, has a tangent of forward-mode AD."""
+    if _is_compiling() or not _in_forward_ad():
+        return
+    for x in tensors:
+        if forward_ad.unpack_dual(x).tangent is not None:
+            fail(op, f"{text}, got one")
 
 
 def differentiable_once(backward: Callable) -> Callable:
@@ -255,6 +258,27 @@ def fake(op: OpOverload) -> Callable[[Callable], None]:
             return implementation(name_of(op), **given)
 
         torch.library.register_fake(schema_of(op).name)(run)
+
+    return register
+
+
+def python_op(name: str, fake: Callable) -> Callable[[Callable], OpOverload]:
+    """Registers a function of Python as the op `name`, which has no derivative. Returns the overload.
+
+    `torch.library.custom_op` does the same and watches the results of every call, which takes longer than many ops do.
+    So the function must return new tensors, and must write to none of its arguments.
+
+    Args:
+        fake: the implementation for tensors without values.
+    """
+
+    def register(function: Callable) -> OpOverload:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(name, "default", function)
+        torch.library.register_fake(name, fake)
+        namespace, _, of_namespace = name.partition("::")
+        return getattr(getattr(torch.ops, namespace), of_namespace).default
 
     return register
 

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+_NOTHING = nullcontext()
+
 
 def row_major(x: Tensor) -> Tensor:
     """Returns x itself if its rows are contiguous and do not overlap, else a copy (of expanded or transposed ones)."""
@@ -61,7 +63,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """A context for products that have a dtype of their own: torch.autocast would cast their operands to its own."""
     if autocast_dtype(x) is None:
-        return nullcontext()
+        return _NOTHING
     # Where the backward of a Function first reads strides, Dynamo starts to trace it again. It does not leave a context
     # that it has entered before, and then fails. So strides are read here.
     x.stride()

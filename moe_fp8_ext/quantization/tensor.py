@@ -385,7 +385,10 @@ def _validate_groups(a: Quantized, b: Quantized) -> None:
 
 def common_rounding(rounding: str | None, *operands: Quantized | None) -> str | None:
     """Returns the rounding if the scales of all given operands have it, otherwise None."""
-    return rounding if all(x is None or x.rounding == rounding for x in operands) else None
+    for x in operands:
+        if x is not None and x.rounding != rounding:
+            return None
+    return rounding
 
 
 def _rounding(format: str, rounding: str | None) -> str:

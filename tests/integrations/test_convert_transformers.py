@@ -216,8 +216,9 @@ def test_forward_of_the_module_itself():
 
 
 def test_version_that_is_not_known(monkeypatch):
+    experts = experts_of("mixtral")  # the first model that Transformers imports sets the version again
     monkeypatch.setattr("transformers.__version__", "6.1.0")
-    assert "5.17.0 and 5.23.0 are known to work, found 6.1.0" in refused(experts_of("mixtral"))
+    assert "5.17.0, 5.23.0 and 5.24.0 are known to work, found 6.1.0" in refused(experts)
 
 
 def replica(module: nn.Module, device: str) -> nn.Module:
