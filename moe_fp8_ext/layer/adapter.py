@@ -40,12 +40,12 @@ MAX_RANK = 256
 class LoRA(NamedTuple):
     """A low-rank adapter of one projection of all experts: y += scaling * B (A dropout(x)).
 
-    Its products are in bfloat16, of the input that the projection has; W + BA is never computed.
+    x is the input of the projection. The products of an adapter are in bfloat16. W + BA is never computed.
 
     Attributes:
         A: [E, r, K], or [r, K] for all experts; rank r from 1 to 256; bfloat16, float16 or float32, of any strides.
-        B: [E, N, r], or [N, r] for all experts. Rows are as of the weight: interleaved if its rows are.
-        scaling: a number, alpha / r in PEFT's words.
+        B: [E, N, r], or [N, r] for all experts. Rows have the order of the weight's rows, such as interleaved.
+        scaling: a number; PEFT's alpha / r.
         dropout: the probability that an element of A's input is zeroed; the others are multiplied by 1 / (1 - dropout).
             A token of w_gate_up has one mask for all of its experts. Set it to 0 outside of training.
     """
