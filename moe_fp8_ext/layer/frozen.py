@@ -19,7 +19,8 @@ class FrozenWeight(nn.Module):
 
     Its buffers are bytes, `q_bytes` and so on, with the bytes of one value along the last dimension. So moves to other
     devices move them, and casts, such as `module.bfloat16()`, leave them as they are. Scales of 4 bytes and of 1 byte
-    differ in shape, so `load_state_dict` refuses scales of another format. Nothing is cast in a forward pass, also in
+    differ in shape, so `load_state_dict` refuses scales of another format. Do not average its buffers, as
+    `AveragedModel(use_buffers=True)` would: averages of bytes mean nothing. Nothing is cast in a forward pass, also in
     eval and for every token that `generate` makes.
 
     Attributes:

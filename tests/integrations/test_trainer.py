@@ -89,7 +89,6 @@ def test_speed(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_speed_after_a_training_that_raised(tmp_path: Path) -> None:
     """Counts each token once, and times no step before the second."""
     pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")
