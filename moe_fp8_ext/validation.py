@@ -17,13 +17,12 @@ def validate() -> Iterator[None]:
         with moe_fp8_ext.validate():
             out = grouped_mm(x, w.mT, offs)
 
-    Each check waits for the device. So a block must not contain the capture of a CUDA graph. A call of a compiled
-    function may be inside the block: the ops of its graph then check their own arguments, and the error names the op.
-    A compiled function cannot enter a block itself.
+    Each check waits for the device. So a block must not contain the capture of a CUDA graph. A block may contain the
+    call of a compiled function: the ops of its graph then check their own arguments, and the error names the op. A
+    compiled function cannot contain a block.
 
-    One count of open blocks serves the whole process, because backward runs in threads of autograd, which see no
-    context variable of the caller. Calls of other threads are checked too while a block is open. MOE_FP8_VALIDATE=1
-    has the same effect on a whole run.
+    A block affects all threads of the process, because backward runs in threads of autograd. MOE_FP8_VALIDATE=1 in the
+    environment checks a whole run.
 
     Raises:
         RuntimeError: a compiled function enters the block.

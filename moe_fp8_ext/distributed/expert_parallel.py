@@ -28,14 +28,15 @@ from moe_fp8_ext.quantization.tensor import Pair, Quantized
 
 
 class ExpertParallel:
-    """Experts [rank * L, (rank + 1) * L) of every layer live on a rank; L = num_experts / ranks.
+    """Spreads the experts of every layer over the ranks of a group. Tokens travel to them in FP8.
 
         ep = ExpertParallel(group, num_experts, top_k, recipe="rowwise")
         out = ep.experts(x, topk_ids, topk_scores, w_gate_up, w_down)
 
-    A token is sent once to each rank that has any of its experts. It is quantized on its own rank, and travels with its
-    scales, ids and scores in one message. Nothing is cast on arrival: the bytes are the operand of the product. The
-    results of one rank's experts for a token are added up on that rank, and return in bfloat16. So do their gradients.
+    With L = num_experts / ranks, a rank has experts [rank * L, (rank + 1) * L). A token is sent once to each rank that
+    has any of its experts. It is quantized on its own rank, and travels with its scales, ids and scores in one message.
+    The first product multiplies the received bytes without another cast. Each rank adds up the results of its experts
+    for a token, and returns the sum in bfloat16. Gradients return in the same way.
 
     Args:
         group: the ranks over which experts are spread, or a DeviceMesh of one dimension.
@@ -43,25 +44,25 @@ class ExpertParallel:
         top_k: columns of topk_ids.
         recipe: as in `moe_fp8_ext.experts`, except "auto". Tokens travel in bfloat16 with "bf16" and with
             wgrad_high_precision, otherwise in the recipe's format. With wgrad_high_precision, float32 and float16
-            tokens are therefore rounded to bfloat16 before they are quantized. Tokens that travelled in fp8, and
-            gradients that did, are cast again for the gradient of weights: they are rounded twice or, with scales that
-            are powers of two, once, except for underflow.
+            tokens are therefore rounded to bfloat16 before they are quantized. Tokens and gradients that travelled in
+            fp8 are cast again for the gradient of weights. So they are rounded twice. With scales that are powers of
+            two they are rounded once, except for underflow.
         gradients: how gradients of the output travel: "bf16", or "fp8" in the recipe's format and grad_dtype. With
             "fp8", the gradient of b_down and its part of the scores' gradient are computed from the fp8 values.
         mode: "exact" sends as many rows as there are. The host waits once in each call for sizes, which are requested
             as soon as the routing is known. "static" sends buffers of a fixed size, for the same number of tokens on
             all ranks. Only the first call waits, and CUDA graphs may capture later ones.
         capacity: the size of the buffers of "static", as a multiple of even routing. None is the number of ranks, with
-            which every routing fits. The last tokens of a rank, and the slots of a rank's last experts, are left out if
-            they do not fit, as if their id were -1, and counted.
+            which every routing fits. If tokens do not fit, the last tokens of a rank, and the slots of a rank's last
+            experts, are dropped, as if their id were -1, and counted.
         chunks: parts of a rank's tokens that travel one after another, each while experts compute the previous one. The
             output and the gradients of tokens stay the same. Gradients of weights are sums over parts, rounded to
             bfloat16 after each part. Buffers of "static" have the size of a part.
-        overflow: with "raise", the first call after a backward, or after a call that asks for no gradient, calls
-            `check`: one wait in a step, but none in graphs. Call `check` yourself after the last step, and with
-            "count".
+        overflow: with "raise", the first call after a backward calls `check`, and so does the first call after a call
+            without gradients. This is one wait in a step; graphs have none. Call `check` yourself after the last step,
+            and with "count".
 
-    Every rank of the group constructs it, and calls it, with the same arguments and in the same order.
+    All ranks of the group must construct it, and call it, with the same arguments and in the same order.
 
     Raises:
         RuntimeError: torch.distributed is not initialized, num_experts is not a multiple of the ranks, or an argument
@@ -180,13 +181,13 @@ class ExpertParallel:
             added in float32, in their order.
 
         Raises:
-            RuntimeError: as `moe_fp8_ext.experts`. Every other rank raises too if one rank raises before it sends its
-                tokens, or if the width of x, or which inputs ask for a gradient, differs between ranks. In mode
-                "static" this holds for the first call. In later calls the other ranks wait; if the rank goes on
-                instead, all ranks raise when its next messages arrive (on GPUs at the next `check`). If memory for
-                received rows, shared_experts or backward fails on one rank, all ranks raise in mode "static" (on GPUs
-                at the next `check`); in mode "exact" the other ranks wait. With overflow "raise", as `check`. While a
-                CUDA graph is captured, in mode "exact" and in a first call.
+            RuntimeError: as `moe_fp8_ext.experts`, and as `check` with overflow "raise". A CUDA graph is captured in
+                mode "exact" or in a first call. The width of x, or which inputs require a gradient, differs between
+                ranks. If one rank raises before it sends its tokens, all ranks raise in mode "exact" and in the first
+                call of "static". In later calls of "static" the other ranks wait; if the rank catches its error and
+                goes on, all ranks raise when its next messages arrive (on GPUs at the next `check`). If one rank raises
+                later, for lack of memory, in shared_experts or in backward, all ranks raise in mode "static" (on GPUs
+                at the next `check`); in mode "exact" the other ranks wait.
         """
         exchange = self._exchange
         if exchange.exact.side is not None and torch.cuda.is_current_stream_capturing():
@@ -247,10 +248,10 @@ class ExpertParallel:
         return self
 
     def check(self) -> None:
-        """Waits for all calls so far, and raises on every rank if "static" left anything out or mixed up calls on any.
+        """Waits for all calls so far. Raises on every rank if any rank dropped tokens or received a wrong message.
 
-        Call it on every rank, once a step, unless calls do so themselves. Tokens and slots are counted since the last
-        `check`: once for every rank that a token was not sent to, and again in a forward that a checkpoint recomputes.
+        Call it on every rank, once a step, unless overflow "raise" does. Dropped tokens and slots are counted since the
+        last `check`: once for every rank to which a token was not sent, and again if a checkpoint recomputes forward.
 
         Raises:
             RuntimeError: tokens or slots of any rank were left out; or, on GPUs, another message than the awaited one

@@ -1,7 +1,7 @@
-"""Weights of experts that FSDP2 gathers in fp8, through its own hooks: exact, in half the bytes of bfloat16.
+"""Weights of experts that FSDP2 gathers in fp8, through its own hooks: the same bits, in half the bytes of bfloat16.
 
-Every expert is quantized alone, so a shard of experts has the bytes that it has within the whole weight. A product over
-K needs other bytes than a product over N. With square blocks they are the same bytes, transposed.
+Experts share no scale, so quantizing a shard gives the bytes of quantizing the whole weight. A product over K and a
+product over N need different bytes. With square blocks they are the same bytes, transposed.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
         fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         moe_fp8_ext.gather_in_fp8_(block.experts, "rowwise")
 
-    Outputs and gradients stay the same, bit for bit. Every process quantizes its shard as the layer would quantize the
-    whole weight. Forward gathers operands of products over K, backward operands of products over N. Each gather takes
-    half the bytes of bfloat16, plus scales. Everything that is kept for backward is freed by FSDP2. Parameters,
-    gradients, optimizers and checkpoints do not change. torch.compile does not trace calls with such weights.
+    Outputs and gradients stay the same, bit for bit. Parameters, optimizers and checkpoints do not change. Each gather
+    takes half the bytes of bfloat16, plus scales. Backward keeps no copy of a weight that FSDP2 does not free.
+    torch.compile does not trace calls with such weights.
 
-    If backward computes forward again, or if FSDP2 does not reshard in between, one gather serves both directions. The
-    layer then gathers the missing direction itself when it needs it, in as many bytes again. So all processes must call
-    the layer alike. "blockwise" transposes its bytes and misses no direction.
+    Every process quantizes its shard as the layer would quantize the whole weight. Forward gathers operands of products
+    over K, and backward operands of products over N. If backward recomputes forward, or FSDP2 does not reshard in
+    between, FSDP2 gathers only one of them. The layer then gathers the other direction itself, in as many bytes. So all
+    processes must call the layer in the same way. "blockwise" needs no second gather, because it transposes its bytes.
 
     Args:
-        module: all of its parameters of 3 dimensions are gathered this way: [E, N, K], and [E, K, N] too, which always
-            miss one direction. Factors of adapters, whose names have "lora_", are gathered as they are. `fully_shard`
-            must have sharded all others, evenly and along E, on their final device, and forward must not have been
-            called yet. Replaced shards, as by `module.to` or load_state_dict(assign=True), are gathered in full
-            precision again.
-        recipe: a recipe with the format, dtype and rounding of the recipe that multiplies.
+        module: all of its parameters of 3 dimensions are gathered as fp8, [E, N, K] or [E, K, N]. [E, K, N] always
+            needs the second gather. Factors of adapters, whose names contain "lora_", are gathered as they are.
+            `fully_shard` must have sharded the other parameters, evenly and along E, on their final device. Forward
+            must not have been called yet. If a shard is replaced, for example by `module.to` or
+            load_state_dict(assign=True), it is gathered in full precision again.
+        recipe: a recipe with the format, dtype and rounding of the layers' recipe.
 
     Raises:
         RuntimeError: recipe or parameters are not as above. In forward: shards are not as above, or a call has another

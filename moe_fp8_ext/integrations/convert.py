@@ -20,7 +20,7 @@ _WAY_OUT = "let convert_ run first, or use experts_implementation of Transformer
 
 
 class _Swap(NamedTuple):
-    """The replaced attribute of a module. It is stored on the module, so that copies of it can be reverted too."""
+    """The replaced attribute of a module. It is stored on the module, so that copies of the module can be reverted."""
 
     attribute: str
     value: object
@@ -90,7 +90,7 @@ class Converted(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A module that may be experts too, and stays as it was."""
+    """A module that looks like experts, and was not converted."""
 
     name: str
     why: str
@@ -102,7 +102,7 @@ class Report(NamedTuple):
     Attributes:
         converted: the modules that compute by the recipe now: qualified name, kind, recipe. The kind is the package of
             the experts, or "FP8 checkpoint".
-        left: the modules that may be experts too and stay as they were: qualified name, and why.
+        left: the modules that look like experts and were not converted: qualified name, and why.
     """
 
     converted: tuple[Converted, ...]

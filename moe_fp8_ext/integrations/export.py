@@ -1,6 +1,6 @@
 """Writes a model of Hugging Face Transformers as an FP8 checkpoint, with the bytes that training multiplied.
 
-The format is the one of published FP8 checkpoints: E4M3 values, and a scale `weight_scale_inv` for 128 x 128 values.
+Published FP8 checkpoints have the same format: E4M3 values, and a scale `weight_scale_inv` for 128 x 128 values.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ def export_fp8(
 ) -> None:
     """Writes a model of Transformers into a folder as an FP8 checkpoint.
 
+        moe_fp8_ext.export_fp8(model, folder)
+        tokenizer.save_pretrained(folder)
+
     The folder gets safetensors files with an index, config.json with a `quantization_config`, and
     generation_config.json. Tensors have the names and shapes of published checkpoints, such as
     `experts.0.gate_proj.weight` and `experts.0.gate_proj.weight_scale_inv`. Transformers, vLLM and SGLang read this
@@ -62,17 +65,18 @@ def export_fp8(
     Args:
         model: a model of Transformers, or a PeftModel around one. Every weight must be there, on any device.
         folder: a folder that does not exist yet or is empty.
-        recipe: "blockwise" or a `Recipe` of this format; its rounding counts. With rounding "pow2", the config says
-            `scale_fmt="ue8m0"`. None is the rounding of the model's own FP8 weights or, without any, "exact".
+        recipe: "blockwise" or a `Recipe` of this format, whose rounding is used. With rounding "pow2", the config has
+            `scale_fmt="ue8m0"`. None is the rounding of the model's own FP8 weights or, without such weights, "exact".
         linears: also quantize the linear layers of attention, dense MLPs and shared experts, as published checkpoints
-            do. If one linear layer of a parent module cannot be quantized, none of that parent is. Linear layers next
-            to experts, such as routers, and layers of the model itself, such as heads, stay as they are.
+            do. If one linear layer of a parent module cannot be quantized, no linear layer of that parent is quantized.
+            Linear layers next to experts, such as routers, and layers of the model itself, such as heads, stay as they
+            are.
         merge_adapters: write the weights with the active adapters of PEFT merged, as `merge_and_unload` merges them.
             The model keeps its adapters. An FP8 weight with an adapter is merged in float32 and quantized again.
         max_shard_bytes: largest size of a file, as far as tensors allow.
 
     Raises:
-        RuntimeError: the model cannot be written so, or the folder is not empty; the text says why. Nothing has been
+        RuntimeError: the model has no such checkpoint, or the folder is not empty; the text says why. Nothing has been
             written then.
         ValueError, TypeError: an argument is not as above.
         ImportError: Transformers or safetensors is missing.
@@ -102,16 +106,18 @@ def fp8_state(
     linears: bool = False,
     merge_adapters: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that `export_fp8` writes, with their names, for an inference engine that runs already.
+    """Yields the names and tensors that `export_fp8` would write, for example for a running inference engine.
 
-    Tensors are on the device of the model's weights, and made one weight at a time. Those that are not quantized share
-    the model's memory: copy what must outlive the next optimizer step.
+        engine.load_weights(moe_fp8_ext.fp8_state(model))
+
+    Tensors are made one weight at a time, on the device of the model's weights. Tensors that are not quantized share
+    the model's memory: copy them if you need their values after the next optimizer step.
 
     Args:
         model, recipe, linears, merge_adapters: as in `export_fp8`.
 
     Returns:
-        an iterator over names and tensors. The model has been checked when the call returns.
+        an iterator over names and tensors. The call itself checks the model, before the iterator starts.
 
     Raises:
         RuntimeError, ValueError, TypeError, ImportError: as in `export_fp8`.

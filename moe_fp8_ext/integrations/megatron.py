@@ -63,8 +63,9 @@ def spec(recipe: str | Recipe = "rowwise", *, keep: str = "fp8", main_grad: bool
 
     Args:
         recipe, keep: as in `experts_of_groups`.
-        main_grad: whether backward adds gradients of weights to the main gradients of Megatron's DDP, in float32. None:
-            if config.gradient_accumulation_fusion is on. That option needs APEX or TransformerEngine; True needs none.
+        main_grad: whether backward adds gradients of weights to the main gradients of Megatron's DDP, in float32. None
+            means config.gradient_accumulation_fusion. That option needs APEX or TransformerEngine, while True needs
+            neither.
 
     Raises:
         ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
@@ -81,8 +82,8 @@ def convert(layer_spec: object, recipe: str | Recipe = "rowwise", **options: obj
     """Returns a copy of a spec whose MoE layers have the experts of `spec(recipe, **options)`.
 
     Args:
-        layer_spec: the spec of a layer or of a block, or a list of specs. One of them must be of an MoE layer. Or a
-            function that returns one, as NeMo and Megatron Bridge take it: then the result is such a function too.
+        layer_spec: the spec of a layer or of a block, or a list of specs. At least one must describe an MoE layer. For
+            NeMo and Megatron Bridge, a function that returns such a spec: the result is then a function too.
 
     Raises:
         TypeError: no MoE layer was found.
@@ -119,7 +120,7 @@ class MoeFp8GroupedMLP(MegatronModule):
     """The routed experts of this rank, in place of TEGroupedMLP or SequentialMLP. `spec` makes it.
 
     Raises:
-        RuntimeError: the config asks for something that these experts do not do. The text says what to change.
+        RuntimeError: the config has an option that these experts do not support. The text says what to change.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class MoeFp8GroupedMLP(MegatronModule):
         Returns:
             out [P, D], and None: biases are added already.
 
-        An error of forward or backward gets a note that names the layer, the rank and its experts.
+        Errors of forward and backward get a note that names the layer, the rank and its experts.
         """
         x, scores = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:

@@ -4,8 +4,8 @@
     --override.imports 'moe_fp8_ext.integrations.torchtitan.moe_fp8={"recipe": "blockwise"}'
     config = apply_transforms(config, [MoeFp8Transform(recipe="blockwise")])  # of torchtitan's main branch
 
-Both replace configs before a module is built. The new class differs from torchtitan's in `_grouped_mm` alone:
-parameters, their names, initial values and shardings are torchtitan's.
+The override and the transform replace configs before a module is built. The new class replaces only `_grouped_mm`.
+Parameters, their names, initial values and shardings stay torchtitan's.
 """
 
 import functools

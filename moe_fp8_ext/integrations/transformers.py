@@ -55,8 +55,11 @@ _EP_RECIPE = "_moe_fp8_ext_ep_recipe"
 def register(recipe: str | Recipe = "rowwise") -> None:
     """Adds `moe_fp8`, and `moe_fp8_<recipe>` for every recipe, to the experts implementations of Transformers.
 
-    A model takes these names where it takes "grouped_mm": `from_pretrained(..., experts_implementation="moe_fp8")`,
-    `from_config`, `model.set_experts_implementation("moe_fp8_blockwise")`. Parameters and their places do not change.
+        register()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", experts_implementation="moe_fp8")
+        model.set_experts_implementation("moe_fp8_blockwise")
+
+    Parameters and their names do not change.
 
     Every layout that Transformers' `use_experts_implementation` declares is supported. Slots with ids of no local
     expert are dropped. If `experts` knows the activation of a module, the whole module becomes one call of `experts`.
@@ -66,15 +69,15 @@ def register(recipe: str | Recipe = "rowwise") -> None:
     `DistributedConfig(..., ep_implementation="moe_fp8")`, tokens travel in the format of the recipe, by
     `ExpertParallel`. It supports modules that become one call of `experts`, and every recipe but "auto".
 
-    The experts of FP8 checkpoints, with blocks of 128 x 128, stay as they are loaded: the checkpoint's bytes are
-    multiplied, and nothing trains them. They need recipe "blockwise". For them `moe_fp8` is that recipe, unless
-    `recipe` has this format too. If `from_pretrained` gets such a name for a checkpoint that cannot be multiplied,
-    loading raises a RuntimeError. If `set_experts_implementation` does, the first forward raises it.
+    Experts of FP8 checkpoints, with blocks of 128 x 128, are frozen: products multiply the checkpoint's bytes. They
+    need recipe "blockwise". For them `moe_fp8` means `recipe` if its format is "blockwise", and otherwise the recipe
+    "blockwise". If a checkpoint cannot be multiplied, `from_pretrained` raises a RuntimeError. After
+    `set_experts_implementation`, the first forward raises it.
 
-    A second call replaces what the first registered.
+    A second call of `register` replaces the names of the first.
 
     Args:
-        recipe: the recipe of the name `moe_fp8`, as `grouped_mm` takes it.
+        recipe: the recipe that `moe_fp8` stands for: a name or a `Recipe`.
 
     Raises:
         ImportError: Transformers is missing, its version is not known, or it has layouts that this module lacks.

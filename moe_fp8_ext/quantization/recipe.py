@@ -29,13 +29,15 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How `grouped_mm` and `experts` compute.
+    """How `grouped_mm` and `experts` compute: the format of operands, and options.
 
-    They take "rowwise", and every other name, for `Recipe("rowwise")`. To change a field, pass a recipe of your own:
-    `Recipe("mxfp8", rounding="floor")`, or `Recipe("mine", "mxfp8")` under any other name, which then needs a format.
+        grouped_mm(A, B_t, offs, recipe="mxfp8")                                the recipe of this name
+        grouped_mm(A, B_t, offs, recipe=Recipe("mxfp8", rounding="floor"))      with another option
+        grouped_mm(A, B_t, offs, recipe=Recipe("mine", "mxfp8"))                with a name of your own, and a format
+
     A field that is None gets its default in the constructor. Afterwards only `dtype` and `grad_dtype` may be None, and
-    `format`, `rounding` and `amax` of "bf16". A recipe prints as the constructor call that makes it, without fields
-    that have their defaults; `to_json` writes the same fields.
+    with "bf16" also `format`, `rounding` and `amax`. A recipe prints as the constructor call that makes it, without
+    fields that have their defaults; `to_json` writes the same fields.
 
     Attributes:
         name: "bf16", "auto", the name of a format, or any other name if a format is given.
@@ -45,30 +47,30 @@ class Recipe:
         dtype: fp8 dtype of every operand. None is the device's own: float8_e4m3fnuz on gfx942, else float8_e4m3fn.
         grad_dtype: fp8 dtype of gradients, such as float8_e5m2. None is `dtype`. Native GEMMs take float8_e4m3fn;
             Hopper's also take gradients of float8_e5m2. A slower kernel multiplies rowwise operands of other dtypes.
-        rounding: of multipliers or scales; "exact" or "pow2", for MX formats "rceil" or "floor". None is "pow2" for
-            "rowwise", as torchao rounds them: a value then has the same fp8 bytes, up to its exponent, in both
-            directions. None is "exact" for "blockwise", as DeepSeek-V3 trained, and "rceil" for the MX formats.
+        rounding: of multipliers or scales: "exact" or "pow2", for MX formats "rceil" or "floor". None is "pow2" for
+            "rowwise", as in torchao. The fp8 bytes of a value then differ between the two directions only by their
+            exponents. None is "exact" for "blockwise", as DeepSeek-V3 trained, and "rceil" for the MX formats.
         wgrad_high_precision: compute the gradient of weights in bfloat16. The activation is then kept for backward in
             bfloat16 instead of a quantized copy.
-        align: number of tokens to a multiple of which groups are padded inside operands along tokens. None is the
+        align: inside operands along tokens, groups are padded to a multiple of this number of tokens. None is the
             format's default, 32. `grouped_mm` takes groups of any size with every recipe, so callers need not pad.
-            `permute_indices(..., align=recipe.align)` is for consumers that need padded groups themselves, such as
-            torch's grouped GEMMs called directly; for these, "bf16" has 8.
+            `permute_indices(..., align=recipe.align)` serves other consumers that need padded groups, such as torch's
+            grouped GEMMs called directly. For these, "bf16" has 8.
         use_fast_accum: let the GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
         amax: the granularity of scales along tokens, see `quantize_tokens`. "group" is a scale for each group or
-            scaling block. "batch", with "rowwise", is used by `experts` alone, if a token goes to several experts: its
-            tokens and the gradients of its output then have scales of the whole batch, so that each is cast once for
-            all of its experts. Elsewhere, and over ranks, "batch" means "group" (DESIGN.md section 6). "square", with
-            "blockwise", is a scale for 128 x 128 values of activations; gradients have "group". It makes Hopper's wgrad
-            faster, which then has one scale for all columns of a tile. None is "batch" for "rowwise" and "square" for
-            "blockwise"; DeepSeek-V3 trained with "blockwise" and "group".
-        bf16_where_faster: multiply in bfloat16 where that is faster, by a rule of sizes (`for_layer`,
+            scaling block. "batch" is for "rowwise", and only `experts` uses it, if a token goes to several experts.
+            Tokens and gradients of the output then have scales of the whole batch, so that each token is cast once for
+            all of its experts. Elsewhere, and over ranks, "batch" means "group" (DESIGN.md section 6). "square" is for
+            "blockwise": a scale for 128 x 128 values of activations, while gradients have "group". It makes Hopper's
+            wgrad faster, because all columns of a tile share one scale. None is "batch" for "rowwise" and "square" for
+            "blockwise". DeepSeek-V3 trained with "blockwise" and "group".
+        bf16_where_faster: multiply in bfloat16 where that is faster, by a model of sizes (`for_layer`,
             `for_grouped_mm`). None is True for "auto" and False otherwise. "auto" with the default format, rounding and
-            amax chooses among "bf16", "rowwise" and "blockwise". Every other recipe keeps its format, and chooses
-            between that and "bf16".
+            amax chooses among "bf16", "rowwise" and "blockwise". Every other recipe chooses between its own format and
+            "bf16".
 
     Raises:
-        ValueError: a field has none of these values; the text names it.
+        ValueError: a field does not have one of these values; the text names the field.
         TypeError: a field is not of its type.
     """
 

@@ -17,10 +17,11 @@ from moe_fp8_ext.quantization.format import FORMATS, padded_extent
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """An fp8 operand with its scales, as a quantizer returned them. Compared by identity.
+    """An fp8 operand with its scales. `grouped_mm`, `experts` and `scaled_grouped_mm` take it in place of a tensor.
 
-    `from_parts` makes one of a checkpoint's tensors. It can be pickled. `torch.save` stores it, and once this package
-    is imported `torch.load` returns it, also with weights_only=True. `FrozenWeight` puts it into a state dict.
+    `quantize_rows`, `quantize_tokens`, `quantize_both` and `quantize_weight` return one, and `from_parts` makes one
+    from a checkpoint's tensors. It is compared by identity, and can be pickled. `torch.save` stores it. Once this
+    package is imported, `torch.load` returns it, also with weights_only=True. `FrozenWeight` puts it into a state dict.
 
     Attributes:
         q: fp8 values. Along rows: [M, K], or a weight [E, N, K] or its transpose [E, K, N]; "rowwise" takes any
@@ -28,8 +29,9 @@ class Quantized:
         scale: as `ops.quantize_rows`, `ops.quantize_tokens` or `ops.quantize_weight` returns it.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
         along: "rows" or "tokens", the dimension that scaling blocks run along.
-        offs: [E] int32, exclusive ends of groups. Along tokens: of the padded groups, as positions among P. Along rows:
-            of the groups of rows, or None if the operand was quantized without groups.
+        offs: [E] int32, exclusive ends of groups. Along tokens they are the ends of the padded groups, as positions
+            among P. Along rows they are the ends of groups of rows, or None if the operand was quantized without
+            groups.
         align: the multiple that groups were padded to along tokens; 1 along rows.
         transposed: whether q is the transpose [E, K, N] of weights [E, N, K], the operand of dgrad.
         rounding: how the quantizer rounded scales; None if it is not known. On sm_100, products of "blockwise"
@@ -46,12 +48,12 @@ class Quantized:
     rounding: str | None = None
 
     def dequantize(self, out_dtype: torch.dtype | None = None) -> Tensor:
-        """q * scale in float32, rounded to `out_dtype`, bfloat16 by default; shaped as q. See `ops.dequantize`."""
+        """Returns q * scale, rounded from float32 to `out_dtype` (default bfloat16), shaped as q: `ops.dequantize`."""
         return ops.dequantize(self.q, self.scale, self.format, along=self.along, offs=self.offs, out_dtype=out_dtype)
 
     @classmethod
     def from_parts(cls, q: Tensor, scale: Tensor, format: str, *, transposed: bool = False) -> Quantized:
-        """Makes a weight of tensors that something else quantized, such as an FP8 checkpoint. No value is cast.
+        """Makes a weight from tensors that were quantized elsewhere, such as an FP8 checkpoint. No value is cast.
 
         Args:
             q: [E, N, K] fp8 values of any strides. In format "blockwise" the transposed view of a contiguous
@@ -165,7 +167,7 @@ def quantize_rows(
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
 ) -> Quantized:
-    """Quantizes along rows, for the left operand of the forward product. See `ops.quantize_rows` for details."""
+    """Quantizes along rows: the left operand of the forward product. `ops.quantize_rows` describes the arguments."""
     q, scale = ops.quantize_rows(x, format, offs=offs, indices=indices, top_k=top_k, dtype=dtype, rounding=rounding)
     return Quantized(q, scale, format, "rows", offs, rounding=_rounding(format, rounding))
 
@@ -182,7 +184,7 @@ def quantize_tokens(
     rounding: str | None = None,
     amax: str = "group",
 ) -> Quantized:
-    """Quantizes along the tokens of groups, for an operand of wgrad. See `ops.quantize_tokens` for details."""
+    """Quantizes along the tokens of groups: an operand of wgrad. `ops.quantize_tokens` describes the arguments."""
     q_t, scale_t, padded_offs = ops.quantize_tokens(
         x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding, amax=amax
     )
@@ -202,9 +204,9 @@ def quantize_both(
     rounding: str | None = None,
     amax: str = "group",
 ) -> tuple[Quantized, Quantized]:
-    """Quantizes as `quantize_rows` and `quantize_tokens` do, from one read of x. See `ops.quantize_both` for details.
+    """Quantizes along rows and along tokens, from one read of x. `ops.quantize_both` describes the arguments.
 
-    amax "batch" with indices raises, because the rows would then be rows of x, and not of the groups.
+    amax "batch" with indices raises, because the op would then return rows of x, and not rows of the groups.
     """
     if amax == "batch" and indices is not None:
         raise RuntimeError("quantize_both: amax must not be 'batch' with indices, got 'batch'")
@@ -224,8 +226,8 @@ def quantize_weight(
     w may have any strides. The transposed view of a contiguous [E, K, N] is not copied.
 
     Returns:
-        the operand of the forward product, and the operand of dgrad. In format "blockwise" the first alone is a whole
-        weight: drop the second to save a byte an element, and backward transposes the first.
+        the operand of the forward product, and the operand of dgrad. In format "blockwise" the first is enough for both
+        products: drop the second to save a byte an element, and backward transposes the first.
     """
     if isinstance(w, Tensor) and w.dim() == 3 and lies_transposed(w):
         q_t, scale_t, q, scale = ops.quantize_weight(row_major(w.mT), format, dtype=dtype, rounding=rounding)

@@ -25,12 +25,13 @@ _WARM_UPS = 3  # runs before the capture, in which libraries set themselves up; 
 def graphed(layer: nn.Module, *sample_args: Tensor) -> Graphed:
     """Captures forward and backward of a layer as CUDA graphs. Returns a function that replays them.
 
-        layer.forward = moe_fp8_ext.graphed(layer, x, topk_ids, topk_scores)    and back: del layer.forward
+        layer.forward = moe_fp8_ext.graphed(layer, x, topk_ids, topk_scores)
+        del layer.forward                                                       the layer runs without graphs again
 
     A call copies its arguments to the graph, launches forward as one graph, and copies the outputs out. Backward is
     the second graph. Outputs and gradients have the bytes of the layer itself. Nothing waits for the device.
 
-    - Sizes are the ones of the samples. Contents are free: any routing may come, any mask, and any given ids.
+    - A call has the sizes of the samples. Contents may differ: any routing, any mask, any given ids.
     - Every call reads parameters and buffers, and quantizes weights. So optimizers may write them in place.
     - Backward adds to the main_grad that a weight had at the capture. A router counts tokens as without a graph.
     - `.grad` of a parameter may share the graph's memory until the next backward of the layer. That backward moves the
@@ -43,11 +44,11 @@ def graphed(layer: nn.Module, *sample_args: Tensor) -> Graphed:
     - Training mode, gradients or torch.autocast are not as they were at the capture.
     - The call is traced, captured by another graph, inside `validate()`, or measured by `stats`.
 
-    A backward must follow its own call, once, before the next call. So a pipeline with several micro-batches in flight
-    needs a `graphed` for each of them. Under `torch.utils.checkpoint` backward raises, because a second forward is
-    another call. `reuse_weights()` has no effect on a replayed call. Outputs of earlier calls must be deleted before
-    the capture, as their autograd graphs belong to another stream. The capture runs the layer three times with zeros,
-    and then restores its buffers.
+    The backward of a call must run once, before the next call. So a pipeline with several micro-batches in flight needs
+    a `graphed` for each of them. Under `torch.utils.checkpoint` backward raises, because the recomputed forward is
+    another call. `reuse_weights()` has no effect on a replayed call. Delete outputs of earlier calls before the
+    capture, because their autograd graphs belong to another stream. The capture runs the layer three times with zeros,
+    and then restores the layer's buffers.
 
     Args:
         layer: `MoE`, `Experts`, or any module whose forward takes tensors and returns one or a tuple of them. All work

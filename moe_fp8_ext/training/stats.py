@@ -1,6 +1,6 @@
 """Statistics of training in fp8: how much of each operand underflows or saturates, and how far products are off.
 
-`training/watch.py` measures them. Here they are asked for, kept on the device, and read.
+`training/watch.py` measures them. This module turns them on, keeps them on the device, and reads them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Stats:
         Returns:
             {"step": the sampled step, "layers": {name of a weight: {"recipe": its name, "tokens_per_expert": [E ints],
             "product_sqnr": a number, "tokens", "weights", "gradients": {statistic: a number}}}}. A number is None if
-            its operand has zeros alone. What was not measured is missing.
+            its operand contains only zeros. Statistics that were not measured are missing.
         """
         numbers = iter(_read([t for values in self._values.values() for t in values.values()]))
         layers: dict[str, dict[str, object]] = {}
@@ -174,8 +174,8 @@ def stats(model: nn.Module, every: int = 100) -> Stats:
     x, and max the largest fp8 number. The statistics of the operand are
 
         underflow         elements with x != 0 and q = 0, as a share of the elements with x != 0
-        saturated         elements with |q| = max, and |x| / s beyond what rounds to max, as a share of the same. Scales
-                          that follow amax make it 0: only rounding "floor" of the MX formats saturates
+        saturated         elements whose |x| / s is too large to round to max, as a share of the same. It is 0 except
+                          with rounding "floor" of the MX formats, because other scales follow amax
         amax              the largest |x|
         ratio             the largest max * s / |x| with x != 0: the largest number of the block's range over x
         limit             the ratio from which on an element underflows: max over half the smallest fp8 number, 2^18.8
@@ -193,23 +193,26 @@ def stats(model: nn.Module, every: int = 100) -> Stats:
     Tokens and gradients are up to 512 rows, evenly spaced among the rows of all experts. Weights are 128 rows of the
     expert with the most tokens, other rows in each sample.
 
-    Under torch.compile, export and other tracers nothing is measured. A CUDA graph that is captured in a sampled step
-    measures in every replay. A forward that a checkpoint recomputes replaces its values by the same ones. With recipe
-    "bf16" there are tokens_per_expert alone; with wgrad_high_precision there is no wgrad_underflow. Over the ranks of
-    `ExpertParallel`, each rank measures its own experts, and of several chunks the first. Tokens that travel in fp8 are
-    measured on their own rank, and have neither wgrad_underflow nor product_sqnr. After `gather_in_fp8_` there are no
-    statistics of weights and products.
+    Exceptions:
+
+    - Under torch.compile, export and other tracers nothing is measured.
+    - A CUDA graph that is captured in a sampled step measures in every replay.
+    - If a checkpoint recomputes a forward, the same values are written again.
+    - With recipe "bf16" there is only tokens_per_expert. With wgrad_high_precision there is no wgrad_underflow.
+    - With `ExpertParallel`, each rank measures its own experts, and with several chunks the first chunk. Tokens that
+      travel in fp8 are measured on their own rank, and have neither wgrad_underflow nor product_sqnr.
+    - After `gather_in_fp8_` there are no statistics of weights and products.
 
     Args:
-        model: its parameters are measured. Other tensors are not, such as weights that the caller has quantized.
+        model: the module whose parameters are measured. Weights that the caller has quantized are not measured.
         every: steps from one sample to the next. The first step is sampled.
 
     Returns:
-        a `Stats`, which is a context, or is turned on and off by its `start` and `stop`.
+        a `Stats`. Use it as a context, or call its `start` and `stop`.
 
     Raises:
         TypeError: model is no module.
-        RuntimeError: every is no int of at least 1.
+        RuntimeError: every is not an int of at least 1.
 
     Source: DESIGN.md section 6.
     """

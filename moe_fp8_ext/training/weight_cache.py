@@ -29,7 +29,7 @@ _PLAIN = (Tensor, Parameter)  # other subclasses may hold their values in other 
 
 @contextmanager
 def reuse_weights() -> Iterator[None]:
-    """While this context is open, `grouped_mm` and `experts` quantize a weight once, and again only after it changed.
+    """Lets `grouped_mm` and `experts` quantize a weight once, and again only after the weight has changed.
 
         with moe_fp8_ext.reuse_weights():
             for batch in micro_batches:
@@ -37,11 +37,11 @@ def reuse_weights() -> Iterator[None]:
         optimizer.step()
 
     Put it around the micro-batches of a step. If you use activation checkpointing, put it around forward and backward.
-    Outputs, gradients and errors are the same with and without. Contexts may be nested. They hold for all threads of
-    the process, because torch runs backward in its own threads.
+    Outputs, gradients and errors do not change. Contexts may be nested, and affect all threads of the process, because
+    torch runs backward in its own threads.
 
-    Both fp8 copies of a weight are reused. They take 2 bytes an element, and scales. A B_t is reused if it is a leaf or
-    a view of one, and the leaf requires a gradient or is an `nn.Parameter`. Under `torch.autocast` the leaf is the
+    Both fp8 copies of a weight are reused. They take 2 bytes an element, and scales. A weight is reused if it is a leaf
+    or a view of one, and the leaf requires a gradient or is an `nn.Parameter`. Under `torch.autocast` the leaf is the
     weight before the cast. A weight that the caller casts or computes is quantized in every call.
 
     A weight is quantized again after
@@ -63,10 +63,9 @@ def reuse_weights() -> Iterator[None]:
     - a sharded module that gathers its parameters to the same address.
 
     Nothing is reused or kept under torch.compile or another tracer, while a CUDA graph is captured, in inference mode,
-    and for tensor subclasses. To reuse a weight in a graph, quantize it outside and pass what `quantize_weight` returns
-    to `grouped_mm` or `experts`. It is a constant there, whose gradient they add to main_grad. A CUDA graph reads it at
-    the address of the capture: copy new values and scales there. A weight that autograd computes a gradient for is
-    quantized inside the graph.
+    and for tensor subclasses. To reuse a weight in a graph, pass the result of `quantize_weight` to `grouped_mm` or
+    `experts`, with main_grad if the weight is trained. A CUDA graph reads it at the address of the capture: copy new
+    values and scales there by `Quantized.copy_`.
 
     `torch.utils.swap_tensors` refuses a parameter while the cache has copies of it.
 
