@@ -84,12 +84,16 @@ class SpeedCallback(TrainerCallback):
         self.trainer, self.every, self.peak_flops = trainer, every, peak_flops
         self.flops_per_token: float | None = None
         self._counter: object | None = None
+        self._before: object | None = None  # what the Trainer itself had as compute_loss
+        self._is_counting = False
         self._tokens, self._steps, self._since = 0, 0, 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         _warn_without_experts(self.trainer.model)
+        self._stop()  # of a training that raised
+        self._tokens, self._steps, self.flops_per_token = 0, 0, None
         compute_loss = self.trainer.compute_loss
 
         @functools.wraps(compute_loss)
@@ -98,7 +102,8 @@ class SpeedCallback(TrainerCallback):
                 self._tokens += inputs["input_ids"].numel()
             return compute_loss(model, inputs, *args, **kwargs)
 
-        self._restore, self.trainer.compute_loss = vars(self.trainer).get("compute_loss"), counting
+        self._before, self.trainer.compute_loss = vars(self.trainer).get("compute_loss"), counting
+        self._is_counting = True
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self.flops_per_token is None and self._counter is None:
@@ -116,12 +121,19 @@ class SpeedCallback(TrainerCallback):
             self._restart()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        if self._counter is not None:  # training ended within the first step
+        self._stop()
+
+    def _stop(self) -> None:
+        """Gives the Trainer its compute_loss back, and ends the count of a first step that did not end."""
+        if self._counter is not None:
             self._stop_counting()
-        if self._restore is None:
+        if not self._is_counting:
+            return
+        self._is_counting = False
+        if self._before is None:
             del self.trainer.compute_loss
         else:
-            self.trainer.compute_loss = self._restore
+            self.trainer.compute_loss = self._before
 
     def _stop_counting(self) -> None:
         self._counter.__exit__(None, None, None)

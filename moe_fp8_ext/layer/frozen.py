@@ -20,7 +20,7 @@ class FrozenWeight(nn.Module):
     No forward pass casts the weight again, in training, in eval and in `generate`. The buffers `q_bytes`, `scale_bytes`
     and so on are uint8, with the bytes of one value along the last dimension. So casts, such as `module.bfloat16()`, do
     not change them. Scales of 4 bytes and of 1 byte differ in shape, so `load_state_dict` refuses scales of another
-    format.
+    format. Averages of these bytes mean nothing: use no `AveragedModel(use_buffers=True)`.
 
     Attributes:
         q, scale: the operand of products over K.

@@ -89,6 +89,34 @@ def test_speed(tmp_path: Path) -> None:
         )
 
 
+def test_speed_after_a_training_that_raised(tmp_path: Path) -> None:
+    """Counts each token once, and times no step before the second."""
+    pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    from moe_fp8_ext.integrations.trainer import SpeedCallback
+
+    options = transformers.TrainingArguments(
+        **dict(output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=BATCH, use_cpu=True),
+        **dict(save_strategy="no", report_to="none", disable_tqdm=True),
+    )
+    tokens = torch.randint(3, SIZES["vocab_size"], (2 * BATCH, CONTEXT))
+    data = [{"input_ids": t, "labels": t} for t in tokens]
+    trainer = transformers.Trainer(tiny_model("qwen3_moe", "moe_fp8"), options, train_dataset=data)
+    callback = SpeedCallback(trainer, every=1)
+    trainer.add_callback(callback)
+    counted, stop = [], trainer.model.register_forward_hook(lambda *_: 1 / 0)
+    speeds = callback._speeds
+    callback._speeds = lambda: (counted.append(callback._tokens), speeds())[1]
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    stop.remove()
+    for _ in range(2):
+        trainer.train()
+    assert counted == 2 * [BATCH * CONTEXT]
+    assert "compute_loss" not in vars(trainer) and _get_current_dispatch_mode() is None
+
+
 def test_a_dense_model_warns(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")
     from moe_fp8_ext.integrations.trainer import SpeedCallback
