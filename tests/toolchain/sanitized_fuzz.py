@@ -126,7 +126,7 @@ def main() -> int:
     name = "planted" if arguments.plant else "sanitized"
     folder = ROOT / "build" / name
     folder.mkdir(parents=True, exist_ok=True)
-    print("moe_fp8_ext: building for the CPU with AddressSanitizer and UBSan: a minute on two cores", flush=True)
+    print("moe_fp8_ext: building for the CPU with AddressSanitizer and UBSan", flush=True)
     if arguments.plant:
         site, missed = build(plant_bugs(folder / "tree"), folder), []
         for bug in BUGS:
