@@ -94,10 +94,10 @@ def claim(at: str, whole: dict | None, speeds: list[tuple[str, str]]) -> str:
     """What the table says, in a sentence: the least and the greatest speed of layers, and of steps."""
     of_layers, of_steps = ([cell for cell in column if cell != "-"] for column in zip(*speeds, strict=True))
     gpu = at.split(" at ")[0]
-    found = f"On {gpu}, an MoE layer is {between(of_layers)} times as fast as in BF16"
+    found = f"On {gpu}, an MoE layer is {between(of_layers)} times as fast as with torch in BF16"
     if of_steps:
         where = "" if whole["device"] == gpu else f" on {whole['device']}"
-        found += f", and a whole training step{where} is {between(of_steps)} times as fast"
+        found += f". A whole training step{where} is {between(of_steps)} times as fast as with Transformers in BF16"
     return textwrap.fill(f"{found}.", 120)
 
 
@@ -110,7 +110,8 @@ def between(cells: list[str]) -> str:
 def said(at: str, sonicmoe: dict | None, whole: dict | None) -> str:
     """Where the figures of the table and of the pictures come from."""
     parts = [
-        f"Recipe `{RECIPE}`. Layers: `experts`, forward and backward, on {at}, the worse of even and uneven routing."
+        f"Recipe `{RECIPE}`. Layers: `experts`, forward and backward, on {at}, with even or uneven routing, whichever "
+        "is slower."
     ]
     rows = whole_tables.measured(whole)
     if not rows:

@@ -1,4 +1,4 @@
-"""A message: rows of bytes. The values, scale, ids and scores of a token are columns of its row."""
+"""Messages between ranks: one row of bytes per token, with its values, scale, ids and scores as columns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Column(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The tensors that are sent for T tokens. Without a rule for casts, x travels in bfloat16."""
+    """The tensors to send for T tokens. `casts` is the rule by which x is quantized; None sends x in bfloat16."""
 
     x: Tensor
     ids: Tensor | None
@@ -41,7 +41,7 @@ class Message(NamedTuple):
         return [Message(*part, self.casts) for part in zip(*parts, strict=True)]
 
     def columns(self) -> list[Column]:
-        """Returns the columns of values, scales, ids and scores, in this order, without absent ones."""
+        """Returns the columns of values, scales, ids and scores, in this order. Absent tensors have no column."""
         width, casts = self.x.shape[1], self.casts
         if casts is None:
             found = [(width, torch.bfloat16)]
@@ -62,7 +62,7 @@ class Message(NamedTuple):
     def rows(self, num_experts: int, indices: Tensor, inverse: Tensor) -> Tensor:
         """Returns the bytes [S, ...] of the rows to send.
 
-        indices and inverse are results of `sort_tokens` for the ranks of each token, which `tokens_by_rank` returned.
+        `tokens_by_rank` returns the ranks of each token. indices and inverse are the results of `sort_tokens` for them.
         """
         if self.casts is None:
             x = row_major(cast(self.x, torch.bfloat16))

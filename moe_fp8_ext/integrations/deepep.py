@@ -1,10 +1,10 @@
-"""Experts behind the all-to-all of DeepEP, in its normal mode. Tokens travel in FP8 with recipe "blockwise".
+"""Expert parallelism over DeepEP, in its normal mode. Tokens travel in FP8 with recipe "blockwise".
 
     buffer = deep_ep.Buffer(group, num_nvl_bytes, num_rdma_bytes)
     out = experts(buffer, x, topk_ids, topk_scores, w_gate_up, w_down, num_experts=256)
 
-DeepEP moves tokens, and sums over ranks what their experts return. Gradients travel in BF16. DeepEP itself makes the
-host wait, to learn how many tokens a rank receives.
+DeepEP moves tokens to the ranks of their experts, and sums the results over ranks. Gradients travel in BF16. In DeepEP,
+the host waits until it knows how many tokens its rank receives.
 """
 
 from __future__ import annotations
@@ -41,10 +41,15 @@ def experts(
 
     Args:
         buffer: a `deep_ep.Buffer`. The group has num_experts / E ranks.
-        x, topk_ids, topk_scores: [T, D] and [T, top_k] of this rank. Ids are int64 and count all experts; -1 is none.
-        w_gate_up, w_down: of this rank's E experts.
-        recipe: tokens travel in BF16 with another recipe than "blockwise", and with wgrad_high_precision.
-        options: all others of `moe_fp8_ext.experts`, which says what raises. A buffer of another kind raises too.
+        x, topk_ids, topk_scores: [T, D] and [T, top_k] of this rank. Ids are int64 and count all experts; -1 is no
+            expert.
+        w_gate_up, w_down: weights of this rank's E experts.
+        num_experts: experts of all ranks.
+        recipe: with "blockwise", tokens travel in FP8. With other recipes, and with wgrad_high_precision, in BF16.
+        options: other arguments of `moe_fp8_ext.experts`.
+
+    Raises:
+        RuntimeError: buffer has not the methods of a `deep_ep.Buffer`; otherwise as in `moe_fp8_ext.experts`.
     """
     if missing := [name for name in _METHODS if not callable(getattr(buffer, name, None))]:
         fail(_OP, f"buffer must be a deep_ep.Buffer, got a {type(buffer).__name__} without {missing[0]}")
@@ -64,7 +69,7 @@ def experts(
 
 
 class _Dispatch(torch.autograd.Function):
-    """Sends each token once to every rank that has an expert of it. A received id is an expert of this rank, or -1."""
+    """Sends each token once to every rank with any of its experts. Received ids count this rank's experts."""
 
     @staticmethod
     def forward(ctx, buffer: object, ids: Tensor, num_experts: int, rule: Rule | None, x: Tensor, scores: Tensor):
@@ -91,7 +96,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Returns to each token the sum of what its ranks computed."""
+    """Returns the results of ranks to their tokens, and sums them."""
 
     @staticmethod
     def forward(ctx, buffer: object, handle: object, rows: Tensor) -> Tensor:

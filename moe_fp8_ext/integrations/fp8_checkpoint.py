@@ -30,7 +30,7 @@ _INSTEAD = "load the model with quantization_config=FineGrainedFP8Config(dequant
 
 
 def names_of(module: nn.Module) -> tuple[str, str]:
-    """Returns the names of the weights of experts that Transformers marks."""
+    """Returns the names of the weights in experts that `use_experts_implementation` has marked."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
@@ -53,10 +53,10 @@ def frozen_weight(module: nn.Module, name: str) -> Quantized:
 
 
 def check_experts(module: nn.Module, recipe: Recipe) -> None:
-    """Checks that a recipe can multiply the experts of an FP8 checkpoint. Their weights may be on the meta device.
+    """Checks that a recipe can multiply the experts of an FP8 checkpoint. Weights may be on the meta device.
 
     Raises:
-        RuntimeError: it cannot; the text says what to do.
+        RuntimeError: the recipe cannot multiply them; the text says what to do.
     """
     names = names_of(module)
     require(
@@ -101,7 +101,7 @@ def mark_as_dequantized(module: nn.Module) -> None:
 
 
 def warn_of_second_rounding(module: nn.Module, recipe: Recipe) -> None:
-    """Warns if a recipe rounds marked weights to other fp8 values than the checkpoint has."""
+    """Warns if a recipe rounds marked weights to fp8 values that differ from the checkpoint's."""
     if getattr(module, _FROM_E8M0, False) and recipe.format == _FORMAT and recipe.rounding == "exact":
         warn(
             f'moe_fp8: scales of the checkpoint are powers of two, so recipe "{recipe.name}" rounds its dequantized '
@@ -118,26 +118,31 @@ def master_weights_(
     dtype: torch.dtype | None = None,
     filter: Callable[[str, nn.Module], bool] | None = None,
 ) -> None:
-    """Replaces the FP8 weights of a loaded model by trained weights of a dtype, in place, one weight after the other.
+    """Replaces the FP8 weights of a loaded model by weights that can be trained, in place.
 
-    Use it to train all weights of an FP8 checkpoint, or only those outside of its experts. A module with FP8 weights
-    becomes the module that the model has without quantization, so every implementation of experts runs. The values are
-    the checkpoint's, rounded to `dtype`. Memory never holds more than the result and one weight: the FP8 copy of a
-    weight is freed before the next is replaced.
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="float32", device_map=device)
+        master_weights_(model)
+        model.set_experts_implementation("moe_fp8_blockwise")
 
-    A BF16 weight rounds the product of an FP8 value and its scale. With scales that are powers of two it does not, and
-    `Recipe("blockwise", rounding="pow2")` then multiplies the bytes of the checkpoint. If the model's implementation
-    has another rounding, a warning says so.
+    Use it to train all weights of an FP8 checkpoint, or, with `filter`, only the weights outside of its experts. A
+    module with FP8 weights becomes the module of the same model without quantization, so every implementation of
+    experts runs. Values are the checkpoint's, rounded to `dtype`. Weights are replaced one after the other, and FP8
+    copies are freed. So memory never holds more than the result and one weight.
+
+    In general, a BF16 weight rounds the product of an FP8 value and its scale. If scales are powers of two, it is
+    exact, and `Recipe("blockwise", rounding="pow2")` then multiplies the bytes of the checkpoint. If the model's
+    implementation has another rounding, a warning says so.
 
     Args:
         model: a model that `from_pretrained` has loaded from an FP8 checkpoint. Hooks on replaced modules are lost, so
             call it before anything wraps the model.
-        dtype: bfloat16, float16 or float32. None is the model's, which `from_pretrained` got for all other weights.
-        filter: takes a qualified name and a module, and says whether to replace its weights. None replaces all.
+        dtype: bfloat16, float16 or float32. None means the dtype of `from_pretrained`, which other weights have.
+        filter: a function of a qualified name and a module that returns whether to replace the module's weights. None
+            replaces all.
 
     Raises:
-        RuntimeError: nothing in the model has FP8 weights, a weight is in a layout that is not known, something wraps
-            the model, or dtype is not as above. Nothing has changed then.
+        RuntimeError: the model has no FP8 weights, a weight has an unknown layout, something wraps the model, or dtype
+            is not as above. Nothing has changed then.
         TypeError: model is no module, or filter is not callable.
     """
     from moe_fp8_ext.integrations import fp8_loading  # imported here, because it imports transformers

@@ -17,13 +17,13 @@ from moe_fp8_ext.ops.checks import require
 
 
 class Ranks(NamedTuple):
-    """Where this rank is in the groups that experts are spread over."""
+    """The position of this rank in Megatron's groups for experts."""
 
     expert: int
-    experts: int  # how many ranks hold different experts
+    experts: int  # size of expert parallelism
     tensor: int
-    tensors: int  # how many ranks hold parts of the same experts
-    replica: int  # among the ranks that hold the same
+    tensors: int  # size of expert tensor parallelism
+    replica: int  # among the ranks with the same parameters
 
 
 class Keys(NamedTuple):
@@ -31,10 +31,10 @@ class Keys(NamedTuple):
 
     prefix: str  # up to "experts."
     offsets: tuple[tuple[int, int, int], ...]  # of the layers above: axis, position, number
-    single: bool  # whether each expert has its own keys; else an axis of experts comes before the tensor's
+    single: bool  # whether each expert has its own keys; otherwise tensors have a leading axis of experts
 
     def of_expert(self, key: str, expert: int, total: int) -> tuple[str, tuple]:
-        """Returns key as an expert has it, and the offsets of the expert."""
+        """Returns the key of an expert, and the offsets of the expert."""
         if self.single:
             return key.replace(self.prefix, f"{self.prefix}{expert}."), self.offsets
         return key, (*self.offsets, (len(self.offsets), expert, total))
@@ -51,8 +51,8 @@ class GroupedLinear(nn.Module):
 
     Args:
         sizes: N and K of all ranks.
-        axis: the one of them that expert tensor parallelism splits.
-        parts: 2 if N is of gates and ups, else 1.
+        axis: which size expert tensor parallelism splits: 0 for N, 1 for K.
+        parts: 2 if N consists of gates and ups, otherwise 1.
     """
 
     def __init__(self, sizes: tuple[int, int], axis: int, parts: int, ranks: Ranks, config: TransformerConfig) -> None:
@@ -69,14 +69,14 @@ class GroupedLinear(nn.Module):
     def _parameter(self, config: TransformerConfig, *sizes: int) -> nn.Parameter:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         made = nn.Parameter(torch.empty(self.num_experts, *sizes, dtype=config.params_dtype, device=device))
-        made.allreduce = self.shared_by_all  # DDP reduces the others among the ranks with the same experts
-        made.tensor_model_parallel = True  # the norm of gradients counts other parameters on one rank alone
+        made.allreduce = self.shared_by_all  # if False, DDP reduces among the ranks with the same experts
+        made.tensor_model_parallel = True  # if False, the norm of gradients counts the parameter on one rank only
         made.partition_dim, made.partition_stride = 1 + self.axis, self.parts
         return made
 
     @torch.no_grad()
     def draw(self, expert: int, init: Callable[[Tensor], object], on_cpu: bool) -> None:
-        """Gives an expert its initial values: with the same seed, SequentialMLP's."""
+        """Draws the initial values of an expert. The same seed gives the values of SequentialMLP."""
         if self.bias is not None:
             self.bias[expert].zero_()
         if on_cpu:
@@ -95,7 +95,7 @@ class GroupedLinear(nn.Module):
     def sharded(self, prefix: str, name: str, keys: Keys) -> dict[str, object]:
         """Returns the entries of `sharded_state_dict`.
 
-        A parameter is one entry, so that Megatron finds its optimizer states. It is saved as single experts.
+        A parameter is one entry, so that Megatron finds its optimizer states. The entry saves each expert separately.
         """
         entries: dict[str, object] = {}
         for own, parameter in self.named_parameters():
@@ -131,7 +131,7 @@ class GroupedLinear(nn.Module):
         keys: Keys,
         place: tuple[int, int],
     ) -> list[ShardedTensor]:
-        """Splits a parameter, or an optimizer state of its shape, into experts, and those into gates and ups."""
+        """Splits a parameter, or an optimizer state of its shape, into experts, and each expert into gates and ups."""
         require(flattened_range is None, f"{key} must be whole to be split into experts, got a flattened range")
         rank, size = place
         shards = []
@@ -165,4 +165,4 @@ def _stack_experts(of: GroupedLinear, state_dict: dict, prefix: str, *_: object)
         if all(key in state_dict for key in keys):  # `dist_checkpointing` loads the whole parameter
             state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
     for key in [key for key in state_dict if key.startswith(f"{prefix}_extra_state")]:
-        state_dict.pop(key)  # TransformerEngine's, of an FP8 that is not in use here
+        state_dict.pop(key)  # state of TransformerEngine's own FP8, which these experts do not use

@@ -1,4 +1,4 @@
-"""Experts behind the all-to-all of torch's symmetric memory (NVSHMEM). Tokens travel in FP8; the host never waits.
+"""Expert parallelism over the all-to-all of torch's symmetric memory (NVSHMEM). The host never waits.
 
 exchange = AllToAll(group, tokens=4096, top_k=8, num_experts=256, recipe="blockwise")
 out = exchange.experts(x, topk_ids, topk_scores, w_gate_up, w_down)
@@ -25,15 +25,17 @@ _OP = "symm_mem.AllToAll"
 
 
 class AllToAll:
-    """Experts [rank * L, (rank + 1) * L) live on a rank; L = num_experts / ranks.
+    """Spreads experts over the ranks of a group, and moves tokens by torch's symmetric memory.
 
-    A token travels to each of its experts. Outputs and gradients travel in BF16. Buffers have room for every routing:
-    experts compute ranks * tokens * top_k rows, of which most may hold no token. Every rank constructs it, and makes
-    the same calls.
+    With L = num_experts / ranks, a rank has experts [rank * L, (rank + 1) * L). A token travels once to each of its
+    experts. Outputs and gradients travel in BF16. Buffers have room for every routing: experts compute
+    ranks * tokens * top_k rows, and most of these may hold no token. All ranks must construct it, and make the same
+    calls.
 
     Args:
-        tokens, top_k: tokens of a rank, at most, and columns of topk_ids.
-        recipe: tokens travel in BF16 with "bf16" and with wgrad_high_precision, else in the recipe's format.
+        tokens: the largest number of tokens of a rank.
+        top_k: columns of topk_ids.
+        recipe: tokens travel in BF16 with "bf16" and with wgrad_high_precision, otherwise in the recipe's format.
 
     Raises:
         RuntimeError: torch has no symmetric memory, or its backend is not NVSHMEM; or another argument is wrong.
@@ -63,11 +65,11 @@ class AllToAll:
     def experts(
         self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, w_gate_up: Tensor, w_down: Tensor, **options: object
     ) -> Tensor:
-        """Computes `moe_fp8_ext.experts` of this rank's tokens, with ids of all experts and weights of this rank's.
+        """Computes `moe_fp8_ext.experts` for this rank's tokens with the experts of all ranks. Differentiable once.
 
-        options: as in `moe_fp8_ext.experts`. Differentiable once.
+        ids count all experts, and the weights are those of this rank's experts. options: as in `moe_fp8_ext.experts`.
         """
-        # The layer's node does not see the scores, which stay with their tokens.
+        # Scores stay with their tokens, so the layer's node does not see them.
         seen = topk_scores.detach() if isinstance(topk_scores, Tensor) else topk_scores
         given = x, topk_ids, seen, w_gate_up, w_down
         call, x, _, *rest = call_with_options(_OP, *given, self.recipe, **options)

@@ -32,8 +32,8 @@ def permute_indices(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the permutation from rank-major to expert-major order, with the tokens of each expert padded to `align`.
 
-    An all-to-all hands over the tokens of rank 0, expert by expert, then the tokens of rank 1, and so on. Position p of
-    the expert-major layout holds token `indices[p]`:
+    After an all-to-all, the tokens of rank 0 come first, expert by expert, then the tokens of rank 1, and so on.
+    Position p of the expert-major layout holds token `indices[p]`:
 
         indices = for each expert: its tokens in rank-major order, then -1 up to a multiple of align
 
@@ -41,8 +41,8 @@ def permute_indices(
 
     Args:
         tokens_per_rank_expert: [num_ranks * num_local_experts] or [num_ranks, num_local_experts], int32 or int64,
-            contiguous: how many tokens each rank sent for each expert; at most 4096 counts. A negative count is taken
-            as 0, and tokens beyond num_tokens are left out. With MOE_FP8_VALIDATE=1 the op raises for either.
+            contiguous: how many tokens each rank sent for each expert; at most 4096 counts. A negative count means 0,
+            and tokens beyond num_tokens are left out. With MOE_FP8_VALIDATE=1 the op raises for both.
         num_local_experts: experts of this rank, from 1 to 1024.
         num_ranks: ranks that sent tokens.
         num_tokens: M, the number of rows of tokens.
@@ -69,9 +69,9 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
     Args:
         x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
         indices: [P] int32 on x's device: of `permute_indices`, or the permutation of `sort_tokens` with its top_k. An
-            index that is not in [0, M * top_k) gives a row of zeros. Indices should be distinct: of equal ones, the
-            gradient counts only the last. With MOE_FP8_VALIDATE=1 the op raises for an index that is neither in range
-            nor -1, and backward raises for equal ones.
+            index that is not in [0, M * top_k) gives a row of zeros. Indices should be distinct: if an index is
+            repeated, the gradient counts only its last row. With MOE_FP8_VALIDATE=1 the op raises for an index that is
+            neither in range nor -1, and backward raises for a repeated index.
         top_k: slots per row of x: index i stands for row i // top_k.
 
     Returns:
@@ -83,9 +83,9 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
 def permute_quantized(
     q: Tensor, scale: Tensor, format: str, indices: Tensor, top_k: int, *, offs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gathers rows that are quantized along rows by index, values and scales, without casting anything.
+    """Gathers quantized rows, values and scales, by index. Nothing is cast.
 
-        q_out[p] = q[indices[p] // top_k], and the same of each row's scales
+        q_out[p] = q[indices[p] // top_k], and likewise for the scales of the row
 
     For `q, scale = quantize_rows(x, format)`, a row whose index is a slot has the bytes of `quantize_rows(x, format,
     indices=indices, top_k=top_k, offs=offs)`. Other rows have zero bytes as values and scales. So a token with several
@@ -109,7 +109,7 @@ def permute_quantized(
 
 
 def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor:
-    """Scatters rows back to where `permute_pad` took them from, and sums the rows of each token.
+    """Scatters rows back to the tokens from which `permute_pad` took them, and sums the rows of each token.
 
         out[indices[p] // top_k] += y[p],   starting from zeros
 
@@ -120,8 +120,9 @@ def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor
         y: [P, K], stride 1 along K, any row stride. Any dtype of 1, 2 or 4 bytes; with top_k > 1 bfloat16, float16 or
             float32.
         indices: [P] int32 on y's device, as in `permute_pad`. An index that is not in [0, num_tokens * top_k) is
-            skipped. Indices should be distinct: of equal ones the last counts, but the gradient goes to all of them.
-            With MOE_FP8_VALIDATE=1 the op raises for an index that is neither in range nor -1, and for equal ones.
+            skipped. Indices should be distinct: if an index is repeated, only its last row counts, but all of its rows
+            get the gradient. With MOE_FP8_VALIDATE=1 the op raises for an index that is neither in range nor -1, and
+            for a repeated index.
         top_k: slots per row of the result.
         num_tokens: rows of the result.
 

@@ -63,7 +63,7 @@ def quantize_rows(
             the layout of other formats does not depend on it.
         indices: [P] int32 on x's device. The op then quantizes `permute_pad(x, indices, top_k)`, byte for byte, without
             storing its rows. An index that is not in [0, M * top_k) gives a row of zeros.
-        top_k: slots per row of x, given with indices and only then: index i stands for row i // top_k.
+        top_k: slots per row of x, required with indices, otherwise None: index i stands for row i // top_k.
         dtype: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; None: the default of the device.
         rounding: one of the format's roundings; None: its default.
 
@@ -106,14 +106,14 @@ def quantize_tokens(
     Bytes of `q_t` that belong to no row are zero, and so are scales of blocks without rows; "rowwise" gives an empty
     group the scale of amax 0. Rows from `offs[-1]` on belong to no group.
 
-    amax="batch" gives a column one scale for all groups, from the rows of all groups. Each row of x is cast once,
-    however many indices stand for it, and the bytes are then moved. The amax is taken over finite values; a value that
-    is not finite becomes the NaN of the dtype and changes no other value. A GPU needs M * K bytes, plus 4 bytes per
-    position, while the op runs.
+    amax="batch" gives a column one scale for all groups, from the rows of all groups. If several indices stand for a
+    row of x, the row is cast once, and its bytes are copied. Only finite values count for the amax. A value that is not
+    finite becomes the NaN of the dtype and changes no other value. A GPU needs M * K bytes, plus 4 bytes per position,
+    while the op runs.
 
-    amax="square" makes a block 128 tokens by 128 neighbouring columns, from a multiple of 128 on. `scaled_grouped_mm`
-    then scales whole tiles. A value above 1 / 28,672 of its square's largest loses nothing by this (E4M3; twice that
-    with "pow2").
+    amax="square" makes a block of 128 tokens by 128 neighbouring columns, from a multiple of 128 on.
+    `scaled_grouped_mm` then scales whole tiles. In E4M3, a value above 1 / 28,672 of the largest of its square keeps
+    its precision; with "pow2", a value above twice that.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, any row stride.
@@ -168,11 +168,11 @@ def quantize_both(
 
     Args:
         x, format, offs, indices, top_k, align, dtype, rounding, amax: as in `quantize_tokens`. With amax "batch", q
-            holds the rows of x once each, whatever the indices are, and the op reads and casts x twice.
+            has each row of x once, for any indices, and the op reads and casts x twice.
 
     Returns:
-        q and scale, as `quantize_rows` returns them for offs; with amax "batch" of x alone, [M, K] and [M]. Then
-        q_t, scale_t and padded_offs. Tail rows, from `offs[-1]` on, are in q like any other row, and not in q_t.
+        q and scale, as `quantize_rows` returns them for offs; with amax "batch" for the rows of x, [M, K] and [M].
+        Then q_t, scale_t and padded_offs. Tail rows, from `offs[-1]` on, are in q, and not in q_t.
     """
     return _quantize_both(x, format, offs, indices, top_k, align, dtype, rounding, amax)
 

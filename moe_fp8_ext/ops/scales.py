@@ -37,8 +37,8 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
     Args:
         scale: [R, C] ("experts": [E, R, C]), any dtype of one byte; stride 1 along C, any other strides.
         groups: None, "rows", "columns" or "experts", as above.
-        offs: [E], as in `moe_fp8_ext.ops`, given for "rows" and "columns" and only then. A column of scales stands for
-            a block of tokens, so with "columns" offs counts blocks, not tokens.
+        offs: [E], as in `moe_fp8_ext.ops`; required for "rows" and "columns", otherwise None. A column of scales stands
+            for a block of tokens, so with "columns" offs counts blocks, not tokens.
 
     Returns:
         blocked of scale's dtype, contiguous. Its shape only counts bytes; the blocks order them. Padding
@@ -50,7 +50,7 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
         - "experts": [E, round_up(R, 128) * round_up(C, 4)].
 
         starts int32: for "rows" [E], the first row of each group in `blocked`; for "columns" [E], the sum of the sizes
-        of all groups before, each rounded up to 4; otherwise [0].
+        of the previous groups, each rounded up to 4; otherwise [0].
 
     Source: NVIDIA cuBLAS, "1D block scaling factors layout".
     """
@@ -66,7 +66,7 @@ def unswizzle_scales(
 
     Args:
         blocked: as `swizzle_scales` returns it for scales of these sizes; any dtype of one byte, contiguous.
-        rows, cols: the size of the result, for "experts" of one of its matrices.
+        rows, cols: the size of the result; for "experts", the size of one matrix.
         groups, offs: as in `swizzle_scales`.
 
     Returns:
@@ -82,9 +82,9 @@ def expand_scales(q: Tensor, scale: Tensor, *, along: str = "rows", offs: Tensor
 
         scale of the block k // 128  ->  its E8M0 byte, for each of the blocks k // 32, in the blocked layout
 
-    The operand is then one of "mxfp8": `dequantize` and `scaled_grouped_mm` give the same bytes as before. The scales
-    of a quantizer with rounding="pow2" are powers of two. An E8M0 byte holds 2^-127 to 2^127 and NaN. Any other scale,
-    such as one of rounding="exact", becomes NaN, and so do 0, infinities and negative numbers. Nothing is rounded.
+    The operand then has format "mxfp8": `dequantize` and `scaled_grouped_mm` give the same bytes as before. Quantizers
+    with rounding="pow2" return scales that are powers of two. An E8M0 byte holds 2^-127 to 2^127 and NaN. Nothing is
+    rounded: any other scale becomes NaN, such as a scale of rounding="exact", 0, an infinity or a negative number.
 
     Args:
         q: the values of the operand, along="rows" [M, K] or a weight [E, N, K], along="tokens" [K, P]. Any fp8 dtype;

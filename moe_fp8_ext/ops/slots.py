@@ -1,4 +1,4 @@
-"""Combination of the rows of a token's slots, weighted by the router's scores, and its gradient."""
+"""The weighted sum over the slots of each token, and its gradient."""
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ _combine_backward = torch.ops.moe_fp8.combine_backward.default
 
 
 def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Tensor:
-    """Sums the rows of each token's slots, weighted by the router's scores: the inverse of sorting the slots.
+    """Sums the rows of each token's slots, weighted by the router's scores, back in the order of tokens.
 
         out[t] = sum over j = 0, 1, ... of topk_scores[t, j] * y[inverse[t, j]]
 
     Products and sums are rounded to float32, in that order. The last sum is rounded to the dtype of `y`, to nearest
-    even; a NaN becomes the quiet NaN of the dtype. Without scores nothing is multiplied.
+    even; a NaN becomes the quiet NaN of the dtype. Without scores, rows are only added.
 
-    The op is differentiable in y and topk_scores, once; for that, no two slots may have the same row.
+    The op is differentiable once, in y and topk_scores, if no two slots have the same row.
 
     Args:
         y: [P, K] bfloat16, float16 or float32; stride 1 along K, any row stride.
@@ -48,8 +48,8 @@ def combine_backward(
         grad_y[inverse[t, j]] = topk_scores[t, j] * grad[t]
         grad_scores[t, j]     = grad[t] . y[inverse[t, j]]
 
-    Rows of y that no slot has get zeros. If several slots have the same row, the largest slot counts and the others get
-    no gradient. Dot products are summed in float32, in an order that depends on the device and on nothing else.
+    Rows of y without a slot get zeros. If several slots have the same row, only the slot with the largest number gets a
+    gradient. Dot products are summed in float32, in an order that depends only on the device.
 
     Args:
         grad: [T, K] bfloat16, float16 or float32; stride 1 along K, any row stride.
@@ -58,8 +58,8 @@ def combine_backward(
         topk_scores: [T, top_k] float32 or of grad's dtype, as in `combine`. None: all scores are 1.
         inverse: [T, top_k] int32, as in `combine`.
         num_rows: P, the number of rows of y.
-        keep_grad_y: False: grad_y is not computed, and has no rows. Then any slots may share rows of y, such as the
-            bias of an expert, and each slot has the gradient of its score.
+        keep_grad_y: whether to compute grad_y; otherwise it has no rows. Without grad_y, slots may share rows of y,
+            such as the bias of an expert, and each slot gets the gradient of its score.
 
     Returns:
         grad_y [num_rows, K] of grad's dtype; grad_scores [T, top_k], or [0] without y, of topk_scores' dtype, float32

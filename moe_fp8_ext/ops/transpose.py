@@ -13,8 +13,8 @@ def transpose_weight(q: Tensor) -> Tensor:
 
         q_t[e, k, n] = q[e, n, k]
 
-    In format "blockwise" a scale belongs to a square of 128 x 128 values. So q_t and the transposed scales are what
-    `quantize_weight` returns for the other direction. In other formats the directions have different values.
+    In format "blockwise" a scale belongs to a square of 128 x 128 values. So q_t and the transposed scales equal the
+    other direction that `quantize_weight` returns. In other formats the directions have different values.
 
     Args:
         q: [E, N, K], float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; stride 1 in the last dimension,

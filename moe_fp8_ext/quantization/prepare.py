@@ -3,8 +3,10 @@
 A weight is one of these: a plain tensor; a tensor whose fp8 copies `reuse_weights` keeps; a pair that the caller
 quantized before, or its first alone; or a `DeferredWeight`, such as a parameter that FSDP2 gathers in fp8.
 
-Forward makes the operand of its own product, and keeps something from which backward makes the operand of the other
-direction: the operand itself for a weight that is trained, and a reference to anything that exists anyway.
+Forward makes the operand of its own product. Backward multiplies by the other direction. For that, forward keeps
+
+- the operand of the other direction, if the weight is trained;
+- otherwise, a reference to the weight or pair, from which backward gets that operand.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _transpose_weight = torch.ops.moe_fp8.transpose_weight.default
 
 
 class Operand(NamedTuple):
-    """What a product reads: plain values, or fp8 values and their scales."""
+    """An input of a product: plain values, or fp8 values and their scales."""
 
     values: Tensor | None
     scale: Tensor | None = None  # for fp8 values
@@ -43,9 +45,9 @@ _OF_TRANSPOSED = {"both": "both", "rows": "transposed", "transposed": "rows"}  #
 
 
 class DeferredWeight(Tensor):
-    """A weight [E, N, K] that has no values itself and provides its operands when a product asks for them.
+    """A weight [E, N, K] without values, which provides its operands on demand.
 
-    Backward keeps the `DeferredWeight` rather than its copies, so that their owner may free them after forward.
+    Backward keeps the `DeferredWeight` and not its fp8 copies, so that their owner may free them after forward.
     """
 
     @abstractmethod
@@ -63,12 +65,12 @@ def fp8_weight(
     """Makes the operand of w [E, N, K] in fp8 for a product that sums over K.
 
     Args:
-        dtype: what w is cast to before it is quantized: torch.autocast's dtype if it is on, else the weight's.
+        dtype: w is cast to it before it is quantized: torch.autocast's dtype if that is on, otherwise w's dtype.
         transposed: whether the gradient of the input needs the second operand.
-        frozen: whether w needs no gradient. Then w itself is kept, and its second operand is made in backward.
+        frozen: whether w needs no gradient. Then w itself is kept, and backward makes its second operand.
 
     Returns:
-        the operand, and what `second_fp8_weight` takes or, without `transposed`, NOTHING.
+        the operand, and the first argument of `second_fp8_weight`: NOTHING without `transposed`.
     """
     if isinstance(w, DeferredWeight):
         return w.operand(dtype, rule), Operand(w) if transposed else NOTHING
@@ -117,8 +119,8 @@ def _second_of_graph(
     dtype: torch.dtype | None,
     rounding: str,
 ) -> tuple[Tensor, Tensor]:
-    """`_second` for compiled graphs. Without the gradient as an argument, torch would compute it in forward, where it
-    can, and keep the result for backward."""
+    """`_second` for compiled graphs. Without the gradient as an argument, torch would call it in forward, and keep the
+    result for backward."""
     return _second(w, scale, w_dtype, format, dtype, rounding)
 
 
@@ -136,7 +138,7 @@ def _(
 
 
 def bf16_weight(w: Tensor, dtype: torch.dtype, transposed: bool, frozen: bool = False) -> tuple[Operand, Operand]:
-    """Makes the same operand in bfloat16, and what `second_bf16_weight` takes."""
+    """Makes the operand in bfloat16, and the first argument of `second_bf16_weight`."""
     values = cast(w if dtype == torch.bfloat16 else rounded(w, dtype), torch.bfloat16)
     return Operand(values), Operand(w if frozen else values) if transposed else NOTHING
 
@@ -150,7 +152,7 @@ def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -
     """Makes the first operand of a pair that the caller has quantized. With `second`, also the operand that is kept for
     the other direction.
 
-    A weight in square blocks needs no second: the view of its transpose is kept, and copied when it is multiplied.
+    A weight in square blocks needs no second: its transposed view is kept, and copied for the product.
     """
     first, other = pair
     operand, is_whole = Operand(first.q, first.scale), first.q.dim() == 3 and FORMATS[first.format].has_square_blocks
@@ -164,7 +166,7 @@ def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -
 def operand_of_rows(q: Tensor, scale: Tensor, format: str, offs: Tensor | None = None) -> Operand:
     """Makes the operand of tokens [M, K] from scales [M], [M, 1] or [M, blocks] that lie row by row, as in messages.
 
-    offs: the groups that the tokens lie in; None if products take them by index.
+    offs: the groups of the tokens; None if products take tokens by index.
     """
     if FORMATS[format].order == "blocked":
         return Operand(q, _swizzle_scales(scale, None if offs is None else "rows", offs)[0])
@@ -174,15 +176,16 @@ def operand_of_rows(q: Tensor, scale: Tensor, format: str, offs: Tensor | None =
 
 
 def transposed_squares(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the operand of the other direction, of a weight [E, N, K] in square blocks with rows along memory.
+    """Returns the operand of the other direction, for a weight [E, N, K] in square blocks with contiguous rows.
 
-    Both tensors are new: an op of torch.compile must not return its input, not even scales with one block along N or K.
+    Both tensors are new, because an op of torch.compile must not return its input. So scales are cloned, even if they
+    have one block along N or K and their transpose is contiguous.
     """
     return _transpose_weight(q), scale.mT.clone(memory_format=torch.contiguous_format)
 
 
 def _along_rows(w: Operand) -> Operand:
-    """Returns the operand with rows along memory, as products take it: itself, or a copy of a transposed view."""
+    """Returns the operand with contiguous rows, as products take it: itself, or a copy of a transposed view."""
     q, scale, _ = w
     return w if _has_rows_along_memory(q) else Operand(*transposed_squares(row_major(q.mT), scale.mT))
 
