@@ -21,9 +21,8 @@ def validate() -> Iterator[None]:
     function may be inside the block: the ops of its graph then check their own arguments, and the error names the op.
     A compiled function cannot enter a block itself.
 
-    One count of open blocks serves the whole process, because backward runs in threads of autograd, which see no
-    context variable of the caller. Calls of other threads are checked too while a block is open. MOE_FP8_VALIDATE=1
-    has the same effect on a whole run.
+    An open block applies to all threads of the process, because autograd runs backward in its own threads.
+    MOE_FP8_VALIDATE=1 turns the checks on for the whole run.
 
     Raises:
         RuntimeError: a compiled function enters the block.

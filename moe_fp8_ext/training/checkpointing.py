@@ -7,15 +7,19 @@ from moe_fp8_ext.matmul import bf16  # noqa: F401  registers the CPU's product
 
 
 def save_ops() -> list[_torch.OpOverload]:
-    """The ops that a policy of selective activation checkpointing should save: the products of experts, and sorting.
+    """Returns the ops that selective activation checkpointing should save: the products of experts, and sorting.
 
-    Add them to the list that you pass to `torch.utils.checkpoint.create_selective_checkpoint_contexts`, with the ops of
-    other layers. Backward then recomputes casts, moves and activations, but no product. Kept are the outputs of the
-    products in bfloat16, [M, N] of a `grouped_mm`, [P, 2F] and [P, D] of `experts`; and the order of slots, two
-    integers a slot and one an expert. Recipe "bf16" multiplies by `torch._grouped_mm`, which is in the list too.
+    Pass the list, together with the ops of other layers, to
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. Backward then recomputes casts, moves and
+    activations, but no product. These outputs are kept:
+
+    - the products in bfloat16: [M, N] of a `grouped_mm`; [P, 2F] and [P, D] of `experts`,
+    - the order of slots: two integers per slot and one per expert.
+
+    The list contains `torch._grouped_mm` too, because recipe "bf16" multiplies with it.
 
     Returns:
-        Overloads of ops, a new list.
+        A new list of op overloads.
 
     Source: the documentation of `torch.utils.checkpoint`.
     """

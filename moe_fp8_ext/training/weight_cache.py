@@ -65,9 +65,9 @@ def reuse_weights() -> Iterator[None]:
 
     The cache has no effect under torch.compile or another tracer, while a CUDA graph is captured, in inference mode,
     and for tensor subclasses. To reuse a weight in a graph, call `quantize_weight` outside the graph and pass its
-    result to `grouped_mm` or `experts`. The result is a constant for autograd; its gradient goes to main_grad. A CUDA
-    graph reads the operand at the address of the capture, so copy new values and scales to that address. A weight that
-    autograd computes a gradient for is quantized inside the graph.
+    result to `grouped_mm` or `experts`. The result is a constant for autograd: its gradient can only be added to a
+    main_grad. A CUDA graph reads the operand at the address of the capture, so copy new values and scales to that
+    address. A weight that autograd computes a gradient for is quantized inside the graph.
 
     `torch.utils.swap_tensors` refuses a parameter while the cache has copies of it.
 
