@@ -3,8 +3,8 @@
     buffer = deep_ep.Buffer(group, num_nvl_bytes, num_rdma_bytes)
     out = experts(buffer, x, topk_ids, topk_scores, w_gate_up, w_down, num_experts=256)
 
-DeepEP moves tokens, and sums over ranks what their experts return. Gradients travel in BF16. DeepEP itself makes the
-host wait, to learn how many tokens a rank receives.
+DeepEP moves tokens to ranks, and sums the ranks' results for each token. Gradients travel in BF16. DeepEP itself makes
+the host wait for the number of tokens that a rank receives.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ def experts(
     """Computes `moe_fp8_ext.experts` for this rank's tokens with the experts of all ranks. Differentiable once.
 
     Args:
-        buffer: a `deep_ep.Buffer`. The group has num_experts / E ranks.
-        x, topk_ids, topk_scores: [T, D] and [T, top_k] of this rank. Ids are int64 and count all experts; -1 is none.
-        w_gate_up, w_down: of this rank's E experts.
-        recipe: tokens travel in BF16 with another recipe than "blockwise", and with wgrad_high_precision.
-        options: all others of `moe_fp8_ext.experts`, which says what raises. A buffer of another kind raises too.
+        buffer: a `deep_ep.Buffer`. Its group has num_experts / E ranks.
+        x, topk_ids, topk_scores: [T, D] and [T, top_k] of this rank. Ids are int64, in [0, num_experts); -1 is no
+            expert.
+        w_gate_up, w_down: weights of this rank's E experts.
+        recipe: as in `moe_fp8_ext.experts`. With any recipe except "blockwise", and with wgrad_high_precision, tokens
+            travel in BF16.
+        options: all other arguments of `moe_fp8_ext.experts`. The same errors are raised, and one if buffer is not a
+            `deep_ep.Buffer`.
     """
     if missing := [name for name in _METHODS if not callable(getattr(buffer, name, None))]:
         fail(_OP, f"buffer must be a deep_ep.Buffer, got a {type(buffer).__name__} without {missing[0]}")
@@ -91,7 +94,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Returns to each token the sum of what its ranks computed."""
+    """Sends results back. Each token gets the sum of its ranks' results."""
 
     @staticmethod
     def forward(ctx, buffer: object, handle: object, rows: Tensor) -> Tensor:

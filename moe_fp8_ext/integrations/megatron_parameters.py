@@ -17,13 +17,13 @@ from moe_fp8_ext.ops.checks import require
 
 
 class Ranks(NamedTuple):
-    """Where this rank is in the groups that experts are spread over."""
+    """This rank's place in the groups that experts are spread over."""
 
     expert: int
     experts: int  # how many ranks hold different experts
     tensor: int
     tensors: int  # how many ranks hold parts of the same experts
-    replica: int  # among the ranks that hold the same
+    replica: int  # the number of this rank among the ranks that hold the same parts
 
 
 class Keys(NamedTuple):
@@ -31,10 +31,10 @@ class Keys(NamedTuple):
 
     prefix: str  # up to "experts."
     offsets: tuple[tuple[int, int, int], ...]  # of the layers above: axis, position, number
-    single: bool  # whether each expert has its own keys; else an axis of experts comes before the tensor's
+    single: bool  # whether each expert has its own keys; otherwise tensors have a leading axis of experts
 
     def of_expert(self, key: str, expert: int, total: int) -> tuple[str, tuple]:
-        """Returns key as an expert has it, and the offsets of the expert."""
+        """Returns an expert's key and offsets."""
         if self.single:
             return key.replace(self.prefix, f"{self.prefix}{expert}."), self.offsets
         return key, (*self.offsets, (len(self.offsets), expert, total))
@@ -69,14 +69,14 @@ class GroupedLinear(nn.Module):
     def _parameter(self, config: TransformerConfig, *sizes: int) -> nn.Parameter:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         made = nn.Parameter(torch.empty(self.num_experts, *sizes, dtype=config.params_dtype, device=device))
-        made.allreduce = self.shared_by_all  # DDP reduces the others among the ranks with the same experts
-        made.tensor_model_parallel = True  # the norm of gradients counts other parameters on one rank alone
+        made.allreduce = self.shared_by_all  # if False, DDP reduces gradients among the ranks with the same experts
+        made.tensor_model_parallel = True  # if False, the norm of gradients counts the parameter on one rank only
         made.partition_dim, made.partition_stride = 1 + self.axis, self.parts
         return made
 
     @torch.no_grad()
     def draw(self, expert: int, init: Callable[[Tensor], object], on_cpu: bool) -> None:
-        """Gives an expert its initial values: with the same seed, SequentialMLP's."""
+        """Initializes an expert. The values are SequentialMLP's values for the same seed."""
         if self.bias is not None:
             self.bias[expert].zero_()
         if on_cpu:

@@ -25,15 +25,17 @@ _OP = "symm_mem.AllToAll"
 
 
 class AllToAll:
-    """Experts [rank * L, (rank + 1) * L) live on a rank; L = num_experts / ranks.
+    """Spreads experts over ranks: each rank has experts [rank * L, (rank + 1) * L), L = num_experts / ranks.
 
-    A token travels to each of its experts. Outputs and gradients travel in BF16. Buffers have room for every routing:
-    experts compute ranks * tokens * top_k rows, of which most may hold no token. Every rank constructs it, and makes
-    the same calls.
+    A token travels once to each of its experts. Outputs and gradients travel in BF16. Buffers have room for every
+    routing: experts compute ranks * tokens * top_k rows, and most of these rows may hold no token. All ranks must
+    construct the object, and make the same calls.
 
     Args:
-        tokens, top_k: tokens of a rank, at most, and columns of topk_ids.
-        recipe: tokens travel in BF16 with "bf16" and with wgrad_high_precision, else in the recipe's format.
+        tokens: the maximum number of tokens of a rank.
+        top_k: columns of topk_ids.
+        recipe: as in `moe_fp8_ext.experts`. With "bf16" and with wgrad_high_precision tokens travel in BF16, otherwise
+            in the recipe's format.
 
     Raises:
         RuntimeError: torch has no symmetric memory, or its backend is not NVSHMEM; or another argument is wrong.
@@ -63,9 +65,9 @@ class AllToAll:
     def experts(
         self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, w_gate_up: Tensor, w_down: Tensor, **options: object
     ) -> Tensor:
-        """Computes `moe_fp8_ext.experts` of this rank's tokens, with ids of all experts and weights of this rank's.
+        """Computes `moe_fp8_ext.experts` for this rank's tokens with the experts of all ranks. Differentiable once.
 
-        options: as in `moe_fp8_ext.experts`. Differentiable once.
+        Ids are in [0, num_experts). Weights belong to this rank's experts. options: as in `moe_fp8_ext.experts`.
         """
         # The layer's node does not see the scores, which stay with their tokens.
         seen = topk_scores.detach() if isinstance(topk_scores, Tensor) else topk_scores
