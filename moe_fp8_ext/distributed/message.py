@@ -29,7 +29,7 @@ class Column(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The tensors that are sent for T tokens. Without a rule for casts, x travels in bfloat16."""
+    """The tensors that a rank sends for T tokens. Without a rule for casts, x travels in bfloat16."""
 
     x: Tensor
     ids: Tensor | None
@@ -62,7 +62,7 @@ class Message(NamedTuple):
     def rows(self, num_experts: int, indices: Tensor, inverse: Tensor) -> Tensor:
         """Returns the bytes [S, ...] of the rows to send.
 
-        indices and inverse are results of `sort_tokens` for the ranks of each token, which `tokens_by_rank` returned.
+        indices and inverse come from `sort_tokens(tokens_by_rank(...))`.
         """
         if self.casts is None:
             x = row_major(cast(self.x, torch.bfloat16))

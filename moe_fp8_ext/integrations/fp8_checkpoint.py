@@ -56,7 +56,7 @@ def check_experts(module: nn.Module, recipe: Recipe) -> None:
     """Checks that a recipe can multiply the experts of an FP8 checkpoint. Their weights may be on the meta device.
 
     Raises:
-        RuntimeError: it cannot; the text says what to do.
+        RuntimeError: the recipe cannot multiply the experts; the text says what to do.
     """
     names = names_of(module)
     require(
@@ -96,7 +96,7 @@ _FROM_E8M0 = "_moe_fp8_ext_from_e8m0"
 
 
 def mark_as_dequantized(module: nn.Module) -> None:
-    """Marks experts whose weights were dequantized, with scales that are powers of two."""
+    """Marks experts whose weights were dequantized from scales that are powers of two."""
     setattr(module, _FROM_E8M0, True)
 
 
@@ -120,24 +120,25 @@ def master_weights_(
 ) -> None:
     """Replaces the FP8 weights of a loaded model by trained weights of a dtype, in place, one weight after the other.
 
-    Use it to train all weights of an FP8 checkpoint, or only those outside of its experts. A module with FP8 weights
-    becomes the module that the model has without quantization, so every implementation of experts runs. The values are
-    the checkpoint's, rounded to `dtype`. Memory never holds more than the result and one weight: the FP8 copy of a
-    weight is freed before the next is replaced.
+    Use it to train all weights of an FP8 checkpoint, or only the weights outside of experts. Each module with FP8
+    weights is replaced by the module that the model has without quantization, so every implementation of experts runs.
+    The values are the checkpoint's values, rounded to `dtype`. The FP8 copy of a weight is freed before the next weight
+    is replaced. So memory never holds more than the result and one weight.
 
-    A BF16 weight rounds the product of an FP8 value and its scale. With scales that are powers of two it does not, and
-    `Recipe("blockwise", rounding="pow2")` then multiplies the bytes of the checkpoint. If the model's implementation
-    has another rounding, a warning says so.
+    A BF16 weight is the rounded product of an FP8 value and its scale. If scales are powers of two, the product is
+    exact. `Recipe("blockwise", rounding="pow2")` then multiplies the bytes of the checkpoint. If the model's
+    implementation has another rounding, a warning says so.
 
     Args:
         model: a model that `from_pretrained` has loaded from an FP8 checkpoint. Hooks on replaced modules are lost, so
-            call it before anything wraps the model.
-        dtype: bfloat16, float16 or float32. None is the model's, which `from_pretrained` got for all other weights.
-        filter: takes a qualified name and a module, and says whether to replace its weights. None replaces all.
+            call `master_weights_` before other code wraps the model.
+        dtype: bfloat16, float16 or float32. None is the model's dtype, which `from_pretrained` got for other weights.
+        filter: a function of a qualified name and a module. It returns whether to replace the module's weights. None
+            replaces all.
 
     Raises:
-        RuntimeError: nothing in the model has FP8 weights, a weight is in a layout that is not known, something wraps
-            the model, or dtype is not as above. Nothing has changed then.
+        RuntimeError: the model has no FP8 weights, a weight has an unknown layout, other code wraps the model, or dtype
+            is not as above. The model is then unchanged.
         TypeError: model is no module, or filter is not callable.
     """
     from moe_fp8_ext.integrations import fp8_loading  # imported here, because it imports transformers
@@ -175,7 +176,7 @@ def _scales(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_plain(op: str, name: str, old: nn.Module, new: nn.Module) -> None:
-    """Checks that the weights of a module fit into the same module of the model without quantization."""
+    """Checks that a module's weights fit into the corresponding module of the model without quantization."""
     for weight, scale in _scales(old).items():
         q, there = getattr(old, weight), getattr(new, weight, None)
         rows = q if q.dim() == 3 else q[None]
@@ -191,7 +192,7 @@ def _check_plain(op: str, name: str, old: nn.Module, new: nn.Module) -> None:
 
 
 def _move_weights(old: nn.Module, new: nn.Module, dtype: torch.dtype) -> None:
-    """Moves all parameters of a module to another, its FP8 weights as weights of a dtype. Frees each of them."""
+    """Moves all parameters of a module to another module. Converts FP8 weights to a dtype, and frees each of them."""
     if hasattr(old, "config"):
         new.config = old.config
     scales = _scales(old)

@@ -69,9 +69,9 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
     Args:
         x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
         indices: [P] int32 on x's device: of `permute_indices`, or the permutation of `sort_tokens` with its top_k. An
-            index that is not in [0, M * top_k) gives a row of zeros. Indices should be distinct: of equal ones, the
+            index that is not in [0, M * top_k) gives a row of zeros. Indices should be distinct: if some are equal, the
             gradient counts only the last. With MOE_FP8_VALIDATE=1 the op raises for an index that is neither in range
-            nor -1, and backward raises for equal ones.
+            nor -1, and backward raises for equal indices.
         top_k: slots per row of x: index i stands for row i // top_k.
 
     Returns:
@@ -83,7 +83,7 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
 def permute_quantized(
     q: Tensor, scale: Tensor, format: str, indices: Tensor, top_k: int, *, offs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gathers rows that are quantized along rows by index, values and scales, without casting anything.
+    """Gathers rows of an operand that is quantized along rows, by index: values and scales, without a cast.
 
         q_out[p] = q[indices[p] // top_k], and the same of each row's scales
 
@@ -120,8 +120,8 @@ def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor
         y: [P, K], stride 1 along K, any row stride. Any dtype of 1, 2 or 4 bytes; with top_k > 1 bfloat16, float16 or
             float32.
         indices: [P] int32 on y's device, as in `permute_pad`. An index that is not in [0, num_tokens * top_k) is
-            skipped. Indices should be distinct: of equal ones the last counts, but the gradient goes to all of them.
-            With MOE_FP8_VALIDATE=1 the op raises for an index that is neither in range nor -1, and for equal ones.
+            skipped. Indices should be distinct: if some are equal, the last counts, but the gradient goes to all rows.
+            With MOE_FP8_VALIDATE=1 the op raises for an index that is neither in range nor -1, and for equal indices.
         top_k: slots per row of the result.
         num_tokens: rows of the result.
 
