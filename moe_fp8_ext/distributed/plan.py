@@ -94,7 +94,7 @@ class ExactPlanner:
 
     def __init__(self, ranks: Ranks, chunks: int) -> None:
         self.ranks, self.chunks = ranks, chunks
-        # High priority, because small kernels exchange the numbers. They must not wait for all blocks of a cast to start.
+        # High priority, because small kernels exchange the numbers and must not wait for all blocks of a cast to start.
         self.side = torch.cuda.Stream(ranks.device, priority=-1) if ranks.device.type == "cuda" else None
         self._columns: dict[int, Tensor] = {}  # [ranks, 1], for each word that was ever sent
 
