@@ -16,10 +16,10 @@ ON_A_CPU = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 1 if a check failed. Bad arguments exit with 2."""
-    parser = argparse.ArgumentParser(prog="python -m moe_fp8_ext", description="Says what this build does here.")
-    parser.add_argument("--check", action="store_true", help="run every kernel once and compare its bytes")
-    parser.add_argument("--speed", action="store_true", help="time layers of a few models beside BF16")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = argparse.ArgumentParser(prog="python -m moe_fp8_ext", description="Shows what this build does here.")
+    parser.add_argument("--check", action="store_true", help="call every op once and compare its bytes")
+    parser.add_argument("--speed", action="store_true", help="time layers beside BF16, name the fastest recipe")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     options = parser.parse_args(arguments)
     found = {"machine": machine.machine()}
     lines = machine.text(found["machine"])

@@ -17,9 +17,9 @@ def validate() -> Iterator[None]:
         with moe_fp8_ext.validate():
             out = grouped_mm(x, w.mT, offs)
 
-    Each check waits for the device. So a block must not contain the capture of a CUDA graph. A call of a compiled
-    function may be inside the block: the ops of its graph then check their own arguments, and the error names the op.
-    A compiled function cannot enter a block itself.
+    Each check waits for the device. So a block must not contain the capture of a CUDA graph. A block may contain the
+    call of a compiled function: the ops of its graph then check their own arguments, and the error names the op. A
+    compiled function cannot contain a block.
 
     An open block applies to all threads of the process, because autograd runs backward in its own threads.
     MOE_FP8_VALIDATE=1 turns the checks on for the whole run.

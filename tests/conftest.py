@@ -132,13 +132,13 @@ def kernels(libraries: dict[int, Path]) -> Waves:
 @pytest.fixture(scope="session")
 def gemm_with_scales() -> Path:
     """The GEMM, built for the emulation of gfx950, whose MFMA takes scales."""
-    return build("gfx950", gemm_alone=True)
+    return build("gfx950")
 
 
 @pytest.fixture(scope="session")
 def gemm_of_hopper() -> Path:
     """The GEMM for Hopper, built for its emulation."""
-    return build("sm_90a", gemm_alone=True)
+    return build("sm_90a")
 
 
 @pytest.fixture

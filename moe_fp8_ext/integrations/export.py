@@ -46,6 +46,9 @@ def export_fp8(
 ) -> None:
     """Writes a model of Transformers into a folder as an FP8 checkpoint.
 
+        moe_fp8_ext.export_fp8(model, folder)
+        tokenizer.save_pretrained(folder)
+
     The folder gets safetensors files with an index, config.json with a `quantization_config`, and
     generation_config.json. Tensors have the names and shapes of published checkpoints, such as
     `experts.0.gate_proj.weight` and `experts.0.gate_proj.weight_scale_inv`. Transformers, vLLM and SGLang read this

@@ -176,7 +176,7 @@ class MoeFp8GroupedMLP(MegatronModule):
         Returns:
             out [P, D] with biases added, and None.
 
-        An error of forward or backward gets a note that names the layer, the rank and its experts.
+        Errors of forward and backward get a note that names the layer, the rank and its experts.
         """
         x, scores = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:

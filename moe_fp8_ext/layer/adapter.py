@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.matmul.low_rank import Rows, Slots, Tokens, add_to_rows, add_to_tokens, dropped, factor, kept
+from moe_fp8_ext.matmul.low_rank import Factor, Rows, Slots, Tokens, add_to_rows, add_to_tokens, dropped, kept
 from moe_fp8_ext.ops.checks import check_number, fail
 
 MAX_RANK = 256
@@ -40,12 +40,12 @@ MAX_RANK = 256
 class LoRA(NamedTuple):
     """A low-rank adapter of one projection of all experts: y += scaling * B (A dropout(x)).
 
-    Its products are in bfloat16, of the input that the projection has; W + BA is never computed.
+    x is the input of the projection. The products of an adapter are in bfloat16. W + BA is never computed.
 
     Attributes:
         A: [E, r, K], or [r, K] for all experts; rank r from 1 to 256; bfloat16, float16 or float32, of any strides.
-        B: [E, N, r], or [N, r] for all experts. Rows are as of the weight: interleaved if its rows are.
-        scaling: a number, alpha / r in PEFT's words.
+        B: [E, N, r], or [N, r] for all experts. Rows have the order of the weight's rows, such as interleaved.
+        scaling: a number; PEFT's alpha / r.
         dropout: the probability that an element of A's input is zeroed; the others are multiplied by 1 / (1 - dropout).
             A token of w_gate_up has one mask for all of its experts. Set it to 0 outside of training.
     """
@@ -82,8 +82,8 @@ class Adapter(NamedTuple):
     to tokens; a backward goes the other way.
     """
 
-    A: Tensor | None
-    B: Tensor | None
+    A: Factor | None
+    B: Factor | None
     rank: int
     scaling: float
     dropout: float
@@ -91,12 +91,12 @@ class Adapter(NamedTuple):
     needs_B: bool
 
     def ready(self, A: Tensor, B: Tensor, backward: bool = False) -> Adapter:
-        """Returns the adapter with factors as products take them: A [.., R, K] and the transpose of B, [.., R, N].
+        """Returns the adapter with the factors that products take: A [.., R, K] and the transpose of B, [.., R, N].
 
         The scaling is in the factor that narrows: A, and B in backward.
         """
         of_A, of_B = (1.0, self.scaling) if backward else (self.scaling, 1.0)
-        return Adapter(factor(A, of_A), factor(B.mT, of_B), *self[2:])
+        return Adapter(Factor(A, of_A), Factor(B.mT, of_B), *self[2:])
 
     def static(self) -> Adapter:
         """Returns the adapter without the tensors that autograd saves, for backward."""

@@ -65,66 +65,68 @@ def experts(
     delay_wgrad: DelayedWgrads | None = None,
     stand_in: Tensor | None = None,
 ) -> Tensor:
-    """Computes every token with its experts, weighted by the router's scores:
+    """Computes the experts of every token, and their sum weighted by the router's scores.
 
         h[t, j] = w_gate_up[e] @ x[t] + b_gate_up[e]                        e = topk_ids[t, j]
         out[t]  = sum_j topk_scores[t, j] * (w_down[e] @ activation(h[t, j]) + b_down[e])
 
-    Slots are sorted by expert; groups have any sizes. A token is quantized along its row once in forward and once in
-    backward, and products take it by index. With `Recipe.amax` "batch" it is also quantized once along tokens, and its
-    bytes are moved to its slots. Outputs of experts are not kept: the gradient of a score is the dot product of an
-    activation and its gradient. Nothing is computed that only a frozen input would need, except the second direction of
-    weights with blocks. Nothing waits for the device; two runs give the same bytes. Traces under
-    torch.compile(fullgraph=True), can be captured in a CUDA graph, honours torch.autocast and `reuse_weights`.
-    Differentiable once.
+    - Groups may have any sizes, and need no padding. Nothing waits for the device. Two runs give the same bytes.
+    - torch.compile(fullgraph=True) traces it, a CUDA graph can capture it. torch.autocast and `reuse_weights` apply.
+    - It is differentiable once.
 
-    Backward keeps a reference to x, or a copy if autocast casts it. For P = T * top_k slots and H = w_gate_up.shape[1]
-    it also keeps
+    Forward and backward each quantize a token once along its row, and products take the row by index. With
+    `Recipe.amax` "batch" a token is also quantized once along tokens, and its bytes are moved to its slots. The outputs
+    of experts are not kept, because the gradient of a score is the dot product of an activation and its gradient. If an
+    input is frozen, its gradient is not computed. But weights in blocks are quantized in both directions.
 
+    For P = T * top_k slots and H = w_gate_up.shape[1], backward keeps
+
+        x                                 a reference, or a copy if autocast casts x
         h                                 P * H bytes, and scales as in `quantize_rows`; in bfloat16 2 P * H bytes
         order of the slots, scores        12 P + 4 E bytes
-
-    and the transposed fp8 copy of each trained weight that backward multiplies by; none after `gather_in_fp8_`. With
-    recipe "bf16" it keeps the weight itself, or a copy in bfloat16 if the weight has another dtype. A weight that needs
-    no gradient is kept by reference, and backward quantizes it again, one projection at a time, to the same bytes.
+        a trained weight                  its transposed fp8 copy, if backward multiplies by it; none after
+                                          `gather_in_fp8_`. With recipe "bf16" the weight, or its copy in bfloat16
+        a weight without a gradient       a reference. Backward quantizes it again, one projection at a time, to the
+                                          same bytes
 
     Args:
         x: [T, D] bfloat16, float16 or float32. Or a `Quantized` along rows in the recipe's format, as `quantize_rows`
-            returns it without offs, such as rows that a dispatcher received in FP8. It is then the operand of the first
-            product as it is. For the gradient of w_gate_up its values are cast again, along tokens. With recipe
-            "mxfp8", scales may also be row-major, in format "mxfp8_rowmajor".
+            returns it without offs, such as rows that a dispatcher received in FP8. The first product then multiplies
+            these values. For the gradient of w_gate_up they are cast again, along tokens. With recipe "mxfp8", scales
+            may also be row-major, in format "mxfp8_rowmajor".
         topk_ids: [T, top_k] int32 or int64: experts of each token. An id out of [0, E) drops its slot;
             on a CPU, and inside `moe_fp8_ext.validate()`, all such ids except -1 raise.
         topk_scores: [T, top_k] bfloat16, float16 or float32, taken as float32.
         w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, on a GPU 1023 with
             "bf16", wgrad_high_precision or biases that need a gradient, and 1022 with adapters. Of any strides; a
             contiguous one or its transposed view is not copied.
-        w_down: [E, D, F], of any strides as w_gate_up. Either may be a weight that `gather_in_fp8_` has gathered. Or
-            the pair that `quantize_weight` returns for the weights, in the recipe's format: a constant or, with its
-            main_grad, a trained weight that was quantized once for many calls of a graph. The first of the pair alone
-            is enough in format "blockwise", whose bytes backward transposes one projection at a time. It is also
-            enough if x and, for w_down, scores and w_gate_up need no gradient.
+        w_down: [E, D, F], of any strides as w_gate_up. Either weight may also be one that `gather_in_fp8_` has
+            gathered, or the pair that `quantize_weight` returns for it, in the recipe's format. A pair is a constant.
+            With its main_grad, a pair is a trained weight that was quantized once for many calls of a graph. The first
+            of the pair is enough in format "blockwise": backward transposes its bytes, one projection at a time. The
+            first is also enough if x and, for w_down, scores and w_gate_up need no gradient.
         recipe: as in `grouped_mm`. "auto" uses the layer's own constants of the model in `quantization/cost.py`, and
             counts T * top_k slots.
         activation: "swiglu", "geglu" or "swiglu_oai", which are gated, "relu2", "silu" or "gelu"; see `ops.activate`.
-        interleaved: gate and up alternate along 2 F, where they are halves otherwise. Without gates it changes nothing.
+        interleaved: gates and ups alternate along 2 F; otherwise they are halves. No effect on activations without
+            gates.
         b_gate_up: [E, 2 F] or [E, F], added in bfloat16.
         b_down: [E, D], added in bfloat16.
         keep: how h is kept for backward: "fp8", quantized along rows in the recipe's format, or unchanged, "bf16".
             Recipe "bf16" and wgrad_high_precision always keep it unchanged.
-        main_grad_gate_up, main_grad_down: float32 or bfloat16, contiguous, shaped as w_gate_up and w_down, each with or
-            without the other. Every backward adds the gradient of that weight to it and gives autograd none, as
-            main_grad of `grouped_mm` does. For a quantized weight, another input must ask for a gradient.
+        main_grad_gate_up, main_grad_down: float32 or bfloat16, contiguous, shaped as w_gate_up and w_down. Each may be
+            given alone. Every backward adds the gradient of the weight to its main_grad and gives autograd none, as
+            in `grouped_mm`. For a quantized weight, another input must require a gradient.
         lora_gate_up, lora_down: adapters, which add scaling * B (A x) to h and scaling * B (A a) to y: a `LoRA`, or a
             tuple (A, B, scaling). A [E, r, D] and B [E, 2 F, r] of lora_gate_up, A [E, r, F] and B [E, D, r] of
             lora_down, with E left out if all experts share the factor. Weights may be frozen, quantized or trained.
             Backward keeps 2 bytes a slot and rank, rounded up to a multiple of 8, and a bit for each element that
             dropout may zero.
-        delay_wgrad: a `DelayedWgrads` that computes the gradients of both weights after backward. x, or something else
-            that is no weight, must then ask for a gradient.
-        stand_in: [T, D] bfloat16, float16 or float32, only with a quantized x, which autograd does not see. It gets the
-            gradient of x, and out has its dtype. Its contents are never read, so one element that is expanded to [T, D]
-            will do. Without it x needs no gradient, and out is bfloat16.
+        delay_wgrad: a `DelayedWgrads` that computes the gradients of both weights after backward. Then x, or another
+            input that is no weight, must require a gradient.
+        stand_in: [T, D] bfloat16, float16 or float32, only with a quantized x, which autograd does not see. The
+            stand_in gets the gradient of x, and out has its dtype. Its contents are never read, so one element that is
+            expanded to [T, D] is enough. Without a stand_in, x gets no gradient, and out is bfloat16.
 
     Returns:
         out [T, D] of the dtype of x, or of stand_in.
@@ -170,16 +172,16 @@ def experts_of_groups(
         h[p]   = w_gate_up[e] @ x[p] + b_gate_up[e]                        e: offs[e-1] <= p < offs[e]
         out[p] = scores[p] * (w_down[e] @ activation(h[p]) + b_down[e])
 
-    There is no sort and no sum over slots: rows come and go in the same order. A dispatcher (Megatron's, DeepEP's,
-    torchtitan's) moves them to their tokens. Rows from offs[-1] on are zero, and so are their gradients. Groups may
-    have any sizes; nothing is padded. Differentiable once. Nothing waits for the device.
+    It does not sort, and does not sum over slots: rows of out have the order of x. The dispatcher, such as Megatron's,
+    DeepEP's or torchtitan's, moves them to their tokens. Rows from offs[-1] on are zero, and so are their gradients.
+    Groups may have any sizes, and need no padding. Nothing waits for the device. It is differentiable once.
 
     Args:
         x: [P, D] bfloat16, float16 or float32, sorted by expert. Or a `Quantized`, as in `experts`. Blocked scales of
             "mxfp8" must have the layout that `quantize_rows` with offs returns.
         offs: [E] int32 on x's device, exclusive end row of each expert, non-decreasing. Contents are clamped and made
             monotonic. On a CPU, and inside `moe_fp8_ext.validate()`, wrong ones raise.
-        scores: [P] bfloat16, float16 or float32, taken as float32; None multiplies by nothing.
+        scores: [P] bfloat16, float16 or float32, taken as float32; None means 1.
         w_gate_up, w_down, b_gate_up, b_down, lora_gate_up, lora_down: as in `experts`.
         recipe, activation, interleaved, keep, main_grad_gate_up, main_grad_down, delay_wgrad: as in `experts`. Recipe
             "auto" counts P rows.

@@ -12,25 +12,25 @@ from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
 
 
 class FrozenWeight(nn.Module):
-    """Holds a quantized weight [E, N, K], so that it moves with its module and has a place in its state dict.
+    """A module that holds a quantized weight [E, N, K]. The weight moves with its parent, and is in its state dict.
 
         layer.w = FrozenWeight(quantize_weight(w, "blockwise")[0])
         grouped_mm(a, layer.w.operand(), offs, recipe="blockwise")
 
-    Its buffers are bytes, `q_bytes` and so on, with the bytes of one value along the last dimension. So moves to other
-    devices move them, and casts, such as `module.bfloat16()`, leave them as they are. Scales of 4 bytes and of 1 byte
-    differ in shape, so `load_state_dict` refuses scales of another format. Nothing is cast in a forward pass, also in
-    eval and for every token that `generate` makes.
+    No forward pass casts the weight again, in training, in eval and in `generate`. The buffers `q_bytes`, `scale_bytes`
+    and so on are uint8, with the bytes of one value along the last dimension. So casts, such as `module.bfloat16()`, do
+    not change them. Scales of 4 bytes and of 1 byte differ in shape, so `load_state_dict` refuses scales of another
+    format.
 
     Attributes:
         q, scale: the operand of products over K.
-        q_t, scale_t: the operand of products over N, if the weight has a second.
+        q_t, scale_t: the operand of products over N, or None.
 
     Args:
         weight: a `Quantized` along rows, or the pair of `quantize_weight`.
 
     Raises:
-        RuntimeError: weight is no quantized weight.
+        RuntimeError: weight is not a quantized weight.
     """
 
     def __init__(self, weight: Quantized | Pair) -> None:

@@ -39,12 +39,15 @@ if TYPE_CHECKING:
 class Experts(nn.Module):
     """The routed experts: `experts` with its own parameters.
 
-    Parameters may be DTensors, sharded by expert (`Shard(0)`) over a mesh of one dimension. If x is a tensor of the
-    rank, ids count the rank's experts. If x is a DTensor that every rank has (`Replicate()`), ids count all experts,
-    and the result is a `Partial()` DTensor: its sum over ranks remains to be taken.
+        experts = Experts(num_experts, hidden_size, intermediate_size)
+        out = experts(x, topk_ids, topk_scores)
 
-    With ep the parameters belong to this rank's experts, [num_experts / ranks, ...]. If ep was made from a
-    DeviceMesh, they are DTensors, sharded by expert over it. Tokens belong to the rank, ids count all experts.
+    Parameters may be DTensors, sharded by expert (`Shard(0)`) over a mesh of one dimension. If x is a tensor of the
+    rank, ids count the rank's experts. If x is a DTensor that every rank has (`Replicate()`), ids count all experts.
+    The result is then a `Partial()` DTensor, whose sum over ranks is the output.
+
+    With ep, the parameters are the weights of this rank's experts, [num_experts / ranks, ...]. If ep was made from a
+    DeviceMesh, they are DTensors, sharded by expert over it. x has the tokens of this rank, and ids count all experts.
 
     Attributes:
         gate_up_proj: [E, 2 F, D]. An activation that is not gated has up_proj [E, F, D] instead.
@@ -58,12 +61,12 @@ class Experts(nn.Module):
         num_experts, hidden_size, intermediate_size: E, of all ranks together, D and F.
         bias: whether experts have biases.
         recipe, activation, interleaved, keep: as in `experts`.
-        main_grad: whether the gradient of each weight that needs one is added to the weight's attribute `main_grad`, as
-            in `experts`. The trainer sets the attribute; the tensor that it holds in forward is used. Biases have
-            gradients of autograd as before.
+        main_grad: whether backward adds the gradient of each trained weight to the weight's attribute `main_grad`,
+            as in `experts`. The trainer sets the attribute before forward. Biases get their gradients from autograd, as
+            usual.
         delay_wgrad: whether backward leaves the gradients of weights to `backward_dw`, see `DelayedWgrads`.
-        lora_rank: the rank r of adapters of both projections, or None for none. Weights and biases are then frozen; set
-            their requires_grad to train them too. B starts as zeros.
+        lora_rank: the rank r of adapters of both projections, or None for no adapters. With adapters, weights and
+            biases are frozen; set their requires_grad to train them too. B starts as zeros.
         lora_scaling, lora_dropout: scaling and dropout of `LoRA`; dropout only in training mode.
         ep: spreads the experts over its ranks, by `ExpertParallel.experts`. Copies of the module share it.
         device, dtype: of the parameters.
@@ -128,18 +131,18 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def freeze_(self, *, both: bool = False) -> Experts:
-        """Replaces the weights by their FP8 values for good, so that no call quantizes them. Returns the module.
+        """Replaces the weights by their FP8 values, so that no call quantizes them any more. Returns the module.
 
         Each weight becomes a `FrozenWeight`, quantized as the module's recipe quantizes it. So outputs and the
         gradients of tokens and scores stay the same, byte for byte. Weights get no gradient from then on. Biases stay
         parameters. State dicts have the quantized values: freeze a module before it loads one.
 
         Args:
-            both: whether a weight in square blocks ("blockwise") also holds its other direction, which takes a byte an
-                element and saves the transpose in backward. Other formats always hold both.
+            both: whether a weight in square blocks ("blockwise") also holds its transpose. This takes one more byte an
+                element, and saves the transpose in backward. Other formats always hold both directions.
 
         Raises:
-            RuntimeError: the recipe has no format of its own, as "bf16" and "auto". Nothing is changed.
+            RuntimeError: the recipe does not always multiply in FP8, such as "bf16" and "auto". Nothing is changed.
         """
         check_bool("Experts.freeze_", "both", both)
         recipe, names = self.options["recipe"], (self.up, "down_proj")
@@ -164,9 +167,10 @@ class Experts(nn.Module):
         return nn.Parameter(mine if mesh is None else of_all(mine, mesh))
 
     def reset_parameters(self) -> None:
-        """Draws as nn.Linear does: uniform, up to 1 / sqrt(inputs). A seed gives the same on any number of ranks.
+        """Draws parameters as nn.Linear does: uniform, up to 1 / sqrt(inputs).
 
-        B of an adapter becomes zero. Weights that `freeze_` has quantized stay.
+        A seed gives the same parameters on any number of ranks. B of an adapter becomes zero. Weights that `freeze_`
+        has quantized stay.
         """
         for name in (self.up, "down_proj"):
             weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
@@ -231,7 +235,7 @@ class Experts(nn.Module):
         return rest
 
     def backward_dw(self) -> None:
-        """Computes the gradients of weights of the oldest backward that waits, with `delay_wgrad`. Else does nothing.
+        """Computes the gradients of weights of the oldest waiting backward. Without `delay_wgrad` it does nothing.
 
         Raises:
             RuntimeError: no backward waits.
@@ -277,9 +281,9 @@ class MoE(nn.Module):
         experts: a module such as `Experts`.
         shared_experts: any module [..., D] -> [..., D], such as a dense feed-forward layer. If experts have an ep, it
             is called while tokens travel to them.
-        num_fused_shared: how many of `experts`, the last ones, every real token uses with the score 1. The router
-            chooses among the others. Shared experts then run in the same products and the same recipe as routed ones.
-            A dense SwiGLU layer of width n F is the sum of n experts of width F. Not with ep.
+        num_fused_shared: number of shared experts that run in the same products and the same recipe as routed ones.
+            They are the last of `experts`: every real token uses them with the score 1, and the router chooses among
+            the others. A dense SwiGLU layer of width n F is the sum of n experts of width F. Not with ep.
 
     Raises:
         RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has, or for tokens of another size;
@@ -325,7 +329,7 @@ class MoE(nn.Module):
         topk_ids: Tensor | None = None,
         topk_scores: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x [..., D] -> out, shaped as x, and the router's loss, which the caller adds to the model's.
+        """Returns out, shaped as x [..., D], and the router's loss, which the caller adds to the model's loss.
 
         Args:
             mask, topk_ids, topk_scores: as in `Router.forward`, with the leading sizes of x: [...] and [..., top_k].

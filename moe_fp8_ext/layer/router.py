@@ -91,8 +91,13 @@ class _Choice(torch.autograd.Function):
 
 
 class Routing(NamedTuple):
-    """What a router returns: topk_ids [T, top_k] int64, topk_scores [T, top_k] float32, and the sum of its losses, a
-    scalar."""
+    """The result of a router.
+
+    Attributes:
+        topk_ids: [T, top_k] int64, the chosen experts.
+        topk_scores: [T, top_k] float32, their scores.
+        loss: a scalar, the sum of the router's losses.
+    """
 
     topk_ids: Tensor
     topk_scores: Tensor
@@ -113,8 +118,8 @@ def _move_counts(router: Router, _: object) -> None:
 
 
 class Router(nn.Module):
-    """Chooses top_k experts for each token. Computes in float32, whatever the dtypes of tokens and weight are, and
-    under torch.autocast too.
+    """Chooses top_k experts for each token. It computes in float32 for all dtypes of tokens and weight, and also under
+    torch.autocast.
 
         scores = scoring(x @ weight^T)
         choice: the experts with the top_k largest scores + e_score_correction_bias
@@ -126,21 +131,21 @@ class Router(nn.Module):
         e_score_correction_bias: [E] float32, a buffer that `update_bias` moves; None where bias_rate is 0. Casting the
             whole module casts it too, and bfloat16 loses small steps: construct the router with `dtype` instead.
         tokens_per_expert: [E] int64, how often each expert was chosen in training since the last `update_bias`; None
-            where bias_rate is 0. State dicts leave it out. Loading a state dict that has the bias sets it to zero. It
-            may count a forward twice that activation checkpointing computes twice.
+            where bias_rate is 0. State dicts leave it out. Loading a state dict that has the bias sets it to zero. If
+            activation checkpointing recomputes a forward, its tokens may count twice.
 
     Args:
         num_experts, hidden_size, top_k: E, at most 1024; D; and the number of experts of a token.
-        scoring: "softmax" over the experts, or of each expert's logit "sigmoid" (DeepSeek-V3) or "sqrtsoftplus"
-            (DeepSeek-V4), the square root of softplus.
+        scoring: "softmax" over the experts; or, for each expert's logit alone, "sigmoid" (DeepSeek-V3) or
+            "sqrtsoftplus" (DeepSeek-V4), the square root of softplus.
         normalize: whether a token's scores add up to scaling_factor.
         scaling_factor: multiplies the scores.
         num_groups, top_groups: experts form num_groups groups of neighbours. A token chooses from the top_groups groups
             with the largest value.
         group_score: the value of a group: "top2_sum", the sum of its two best experts, as in DeepSeek-V3; or "max", its
             best expert, as in DeepSeek-V2.
-        bias_rate: the step by which `update_bias` moves the bias, for balance without a loss; not negative. If you load
-            a bias that shall stay fixed, pass any rate but 0 and never call `update_bias`.
+        bias_rate: the step by which `update_bias` moves the bias, to balance experts without a loss; not negative. To
+            load a bias and keep it fixed, pass any rate but 0 and never call `update_bias`.
         balance_loss: coefficient of E * sum_e (share of the slots that chose e) * (mean probability of e), which is 1
             where experts are balanced. A token's probabilities are its scores of all experts divided by their sum.
         z_loss: coefficient of the mean over tokens of logsumexp(logits)^2.

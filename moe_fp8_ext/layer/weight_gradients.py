@@ -42,18 +42,18 @@ class WeightGradients:
 class DelayedWgrads:
     """Keeps the operands of weight gradients in backward, and computes the gradients when `backward_dw` is called.
 
-    Pass it as `delay_wgrad`, or use `Experts(delay_wgrad=True)`. Gradients are the same bytes as without it. They are
-    added to the main_grad of a weight if it was given, else to `.grad` of the weight. Autograd does not know of the
-    weights: its hooks do not run, and a pipeline may run backward for inputs and for weights (zero bubble).
-
         delayed = moe_fp8_ext.DelayedWgrads()
         experts(x, topk_ids, topk_scores, w_gate_up, w_down, delay_wgrad=delayed).backward(grad)
         delayed.backward_dw()
 
+    Pass it as `delay_wgrad`, or use `Experts(delay_wgrad=True)`. Gradients have the same bytes as without it. They are
+    added to the main_grad of a weight if one was given, otherwise to `.grad` of the weight. Autograd does not see the
+    weights. So hooks on them do not run, and a zero-bubble pipeline may run backward for inputs and for weights.
+
     Attributes:
-        waiting: how many backwards wait.
-        nbytes: the memory of their operands. It takes 2 D + 2 F + F bytes for a row in FP8 with a gated activation, and
-            twice that in bfloat16, with scales.
+        waiting: the number of backwards whose gradients are not yet computed.
+        nbytes: the memory of their operands: 2 D + 2 F + F bytes for a row in FP8 with a gated activation, plus scales;
+            twice that in bfloat16.
     """
 
     def __init__(self) -> None:

@@ -52,18 +52,22 @@ def grouped_mm(
     bias: None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """out[r] = A[r] @ B_t[e] for every row r of group e; rows from offs[-1] on are zero.
+    """Multiplies the rows of each group by the weights of the group: a drop-in for `torch._grouped_mm`.
 
-    With `indices`, row r is A[indices[r] // top_k] instead, as in `permute_pad`. The quantizer or the product gathers
-    it. So the permuted and padded tokens never exist in 16 bits, unless a product dequantizes them (see
+        out[r] = A[r] @ B_t[e]                                              r: offs[e-1] <= r < offs[e]
+
+    Rows from offs[-1] on are zero in out and in the gradient of A. The gradient of an empty group's weights is zero.
+    With an fp8 recipe, A, B_t and the gradient of out are quantized for each of the three products.
+
+    - Any sizes work, and the caller never pads. Nothing waits for the device. Two runs give the same bytes.
+    - torch.compile(fullgraph=True) traces it, a CUDA graph can capture it. torch.autocast and `reuse_weights` apply.
+    - It is differentiable once.
+
+    With `indices`, row r of A is A[indices[r] // top_k], as in `permute_pad`. The quantizer or the product gathers the
+    row. So the permuted and padded tokens never exist in 16 bits, unless a product dequantizes them (see
     `ops.scaled_grouped_mm`).
 
-    With a quantized recipe, A, B_t and the output gradient are quantized to fp8 for each of the three matmuls. dA is
-    zero in tail rows, and the gradient of an empty group's weights is zero. Any sizes work, and the caller never pads.
-    Nothing waits for the device, and two runs give the same bytes. Traces under torch.compile(fullgraph=True), can be
-    captured in a CUDA graph, honours torch.autocast. Differentiable once.
-
-    If A and B_t need gradients, backward keeps the transposed fp8 copy of B_t. A B_t that needs none is kept by
+    If A and B_t need gradients, backward keeps the transposed fp8 copy of B_t. A B_t without a gradient is kept by
     reference, and backward quantizes it again, to the same bytes. If B_t needs a gradient, backward also keeps the
     smaller of
 
@@ -77,20 +81,20 @@ def grouped_mm(
     graph with a dynamic token count always keeps the fp8 copy. With the recipe's wgrad_high_precision, backward keeps A
     in bfloat16.
 
-    It takes the arguments of `torch.nn.functional.grouped_mm`, but offs are required, A is [M, K], B_t is [E, K, N],
-    bias is None and out_dtype is the dtype of the result. Contents of offs and indices on a CPU are always checked; on
-    a GPU they are inside `moe_fp8_ext.validate()`.
+    The arguments are those of `torch.nn.functional.grouped_mm`, with these limits: offs are required, A is [M, K], B_t
+    is [E, K, N], bias is None, and out_dtype is the dtype of the result. On a CPU, contents of offs and indices are
+    always checked. On a GPU they are checked inside `moe_fp8_ext.validate()`.
 
     Args:
         A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32. A may already
             be quantized: by `quantize_rows` for offs or, if B_t needs a gradient, as the pair of `quantize_both`. It is
-            then a constant: no gradient flows to it. The gradient of B_t then has the pair's amax. With the recipe's
-            `amax_of_groups` it is the gradient of the tensor, byte for byte, and as fast. An A that was quantized for
-            other groups gives wrong numbers; a check of contents refuses it.
+            then a constant: no gradient flows to it. The amax of the pair decides the scales for the gradient of B_t:
+            with the recipe's `amax_of_groups`, the bytes and the speed are the same as without a pair. If A was
+            quantized for other groups, numbers are wrong, and a check of contents refuses it.
         B_t: [E, K, N] weights of A's dtype, the transposed view of [E, N, K] or contiguous (both without a copy). Or
-            the pair that `quantize_weight` returns for the weights [E, N, K], a constant too; its first alone is enough
-            in format "blockwise", whose bytes backward transposes, or if A needs no gradient. Or the view of a weight
-            that `gather_in_fp8_` has gathered.
+            the view of a weight that `gather_in_fp8_` has gathered. Or the pair that `quantize_weight` returns for the
+            weights [E, N, K], a constant too. The first of the pair is enough in format "blockwise", whose bytes
+            backward transposes, or if A needs no gradient.
         offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
         recipe: "rowwise" (fp8, one scale a row), "blockwise" (fp8, one scale for 128 elements, 128 x 128 of a weight),
             "mxfp8" (fp8, a power of two for 32 elements), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU
@@ -102,17 +106,17 @@ def grouped_mm(
         main_grad: [E, K, N], float32 or bfloat16, the transposed view of a contiguous [E, N, K], as B_t usually is.
             Every backward adds the gradient of B_t to it, in float32, before that gradient is rounded to bfloat16.
             `ops.add_scaled_grouped_mm` says when that takes a float32 product in memory. Autograd gets no gradient:
-            B_t.grad does not change. Megatron's DDP is told, so that its hooks run: see `training/main_grad.py`. If B_t
-            needs no gradient, main_grad is not written. A backward for the gradient of A alone adds to it too, because
-            torch does not tell it. So pipelines that run one backward for A and one for B_t add twice. With a quantized
-            B_t and an A that needs a gradient, main_grad gets the gradient of the weights that B_t was made of. This
-            serves weights that are trained, and quantized once for many calls of a graph.
+            B_t.grad does not change. Hooks of Megatron's DDP run: see `training/main_grad.py`. If B_t needs no
+            gradient, main_grad is not written. torch does not say whether a backward is for A alone, so such a backward
+            adds to main_grad too. A pipeline that runs one backward for A and one for B_t therefore adds twice. With a
+            quantized B_t and an A that needs a gradient, main_grad gets the gradient of the weights from which B_t was
+            quantized. Use this for trained weights that are quantized once for many calls of a graph.
         bias: None. `experts` adds biases.
         out_dtype: None or the dtype of the result.
 
     Returns:
-        out [M, N], with `indices` [P, N]. Its dtype is A's, or B_t's if A is quantized, or bfloat16 if both are. The
-        matmul itself rounds to bfloat16.
+        out [M, N], with `indices` [P, N]. Its dtype is A's, or B_t's if A is quantized, or bfloat16 if both are. Values
+        are rounded to bfloat16 in any case.
 
     Raises:
         RuntimeError: dtype, shape, stride, device or format are not as above; the text names op and argument.

@@ -1,9 +1,8 @@
 """Products with the factors of adapters, in bfloat16, for a low rank R.
 
-A factor m is as `factor` returns it: [E + 1, R, W], one of each expert, or [R, W] if all experts share it. W is the
-width of a weight's rows or columns. `Rows` and `Tokens` are what a factor multiplies. Both narrow W columns to R, and
-sum the gradient of a factor. `add_to_rows` and `add_to_tokens` widen R columns to W and add them to what the frozen
-weight gave.
+A `Factor` m is [E, R, W], one of each expert, or [R, W] if all experts share it. W is the width of a weight's rows or
+columns. `Rows` and `Tokens` are what a factor multiplies. Both narrow W columns to R, and sum the gradient of a factor.
+`add_to_rows` and `add_to_tokens` widen R columns to W and add them to what the frozen weight gave.
 
 Tokens that groups take by index are multiplied in one of two ways. By slot: the tokens are copied into the order of
 experts, [P, W], for grouped products. By token: one dense product multiplies each token by the factors of all experts.
@@ -34,25 +33,55 @@ _take = torch.ops.moe_fp8.take_expert_columns.default
 DENSE = 350
 
 
-def factor(m: Tensor, scaling: float = 1.0) -> Tensor:
-    """Returns scaling * m in bfloat16, for m [E, r, W] or [r, W], with rows of zeros up to a rank R that is a multiple
-    of 8.
+class Factor:
+    """scaling * m in bfloat16, for m [E, r, W] or [r, W], with rows of zeros up to a rank R that is a multiple of 8.
 
-    The result for m [E, r, W] is [E + 1, R, W]: the last expert is zero. Rows without a group count as its rows. They
-    must not meet the factor of another expert, because zero times NaN is NaN.
+    It is made when a product asks for it, as that product takes it.
+
+    Attributes:
+        shape: [E, R, W] or, if all experts share the factor, [R, W].
+        is_shared: whether they do.
     """
-    *experts, r, w = m.shape
-    missing, by_column = -r % 8, m.stride(-2) == 1 and m.stride(-1) != 1
-    if torch.compiler.is_compiling():  # Dynamo refuses an out= that is transposed
-        m = m if by_column else m.contiguous()
-        return rounded(pad(m, (0, 0, 0, missing, *(0, 1) * len(experts))) * scaling, torch.bfloat16)
-    shape = [e + 1 for e in experts]
-    sizes = (w, r + missing) if by_column else (r + missing, w)
-    out = m.new_zeros(*shape, *sizes, dtype=torch.bfloat16)
-    out = out.mT if by_column else out
-    given = out[:-1] if experts else out
-    torch.mul(m, scaling, out=given[..., :r, :] if missing else given)  # rounds once
-    return out
+
+    def __init__(self, m: Tensor, scaling: float = 1.0) -> None:
+        *experts, r, width = m.shape
+        self.m, self.scaling, self.shape, self.is_shared = m, scaling, (*experts, r + -r % 8, width), not experts
+        self._by_expert, self._side_by_side = None, None
+
+    def by_expert(self) -> Tensor:
+        """Returns [E + 1, R, W], for grouped products, or the shared [R, W]. Strides are as of m.
+
+        The last expert of E + 1 is zero. Rows without a group count as its rows. They must not meet the factor of
+        another expert, because zero times NaN is NaN.
+        """
+        if self._by_expert is None:
+            by_column = self.m.stride(-2) == 1 and self.m.stride(-1) != 1
+            self._by_expert = self._made(by_column, 0 if self.is_shared else 1)
+        return self._by_expert
+
+    def side_by_side(self) -> Tensor:
+        """Returns the factors of all experts as one, [E R, W], for a dense product."""
+        if self._side_by_side is None:
+            self._side_by_side = self._made(by_column=False, more_experts=0).flatten(0, 1)
+        return self._side_by_side
+
+    def _made(self, by_column: bool, more_experts: int) -> Tensor:
+        m, (*experts, rank, width) = self.m, self.shape
+        missing = rank - m.shape[-2]
+        if torch.compiler.is_compiling():  # Dynamo refuses an out= that is transposed
+            m = m if by_column else m.contiguous()
+            return rounded(pad(m, (0, 0, 0, missing, *(0, more_experts) * len(experts))) * self.scaling, torch.bfloat16)
+        is_padded = more_experts or missing
+        if self.scaling == 1 and not is_padded:
+            is_made = m.dtype == torch.bfloat16 and (by_column or m.is_contiguous())
+            layout = torch.preserve_format if by_column else torch.contiguous_format
+            return m if is_made else m.to(torch.bfloat16, copy=True, memory_format=layout)
+        sizes = *(e + more_experts for e in experts), *((width, rank) if by_column else (rank, width))
+        out = (m.new_zeros if is_padded else m.new_empty)(sizes, dtype=torch.bfloat16)
+        out = out.mT if by_column else out
+        given = out[:-1] if more_experts else out
+        torch.mul(m, self.scaling, out=given[..., : m.shape[-2], :] if missing else given)  # rounds once
+        return out
 
 
 class Slots:
@@ -61,10 +90,10 @@ class Slots:
     def __init__(self, groups: Groups) -> None:
         self.groups, self._covered, self._unused, self._spread = groups, None, None, (None, None)
 
-    def is_dense(self, m: Tensor) -> bool:
-        """Whether tokens are multiplied by the factors m of all experts at once."""
-        e, top_k = m.shape[0] - 1, self.groups.top_k
-        return m.dim() == 3 and top_k is not None and top_k <= e and e * m.shape[1] <= DENSE * top_k
+    def is_dense(self, m: Factor) -> bool:
+        """Whether tokens are multiplied by the factors of all experts at once."""
+        e, top_k = m.shape[0], self.groups.top_k
+        return not m.is_shared and top_k is not None and top_k <= e and e * m.shape[1] <= DENSE * top_k
 
     def covered(self, rows: int) -> Tensor:
         """Returns offs for a product of all rows with a factor of each expert: rows behind the last group, which are
@@ -115,15 +144,15 @@ class Rows:
     def __init__(self, x: Tensor, slots: Slots) -> None:
         self.x, self.slots, self.groups = row_major(cast(x, torch.bfloat16)), slots, slots.groups
 
-    def narrow(self, m: Tensor) -> Tensor:
+    def narrow(self, m: Factor) -> Tensor:
         """Computes x @ m^T of each group, [P, R]. Rows without a group are zero."""
-        return _product(self.x, m.mT, self.slots)
+        return _product(self.x, m.by_expert().mT, self.slots)
 
-    def outer(self, u: Tensor, m: Tensor, scores: Tensor | None = None) -> Tensor:
+    def outer(self, u: Tensor, m: Factor, scores: Tensor | None = None) -> Tensor:
         """Computes the gradient of a factor m, [E, R, W] or [R, W]: u^T @ x of each group for u [P, R]. scores multiply
         u."""
         u = self.slots.scored(u, scores)
-        return _mm(u.mT, self.x) if m.dim() == 2 else bf16_wgrad(u, self.x, self.groups.offs)
+        return _mm(u.mT, self.x) if m.is_shared else bf16_wgrad(u, self.x, self.groups.offs)
 
 
 class Tokens(Rows):
@@ -141,37 +170,37 @@ class Tokens(Rows):
             self._rows = _permute_pad(self.x, self.groups.indices, self.groups.top_k)
         return self._rows
 
-    def narrow(self, m: Tensor) -> Tensor:
+    def narrow(self, m: Factor) -> Tensor:
         groups = self.groups
         if self.slots.is_dense(m):
-            return self.slots.taken(_mm(self.x, _side_by_side(m).mT))
+            return self.slots.taken(_mm(self.x, m.side_by_side().mT))
+        m_t = m.by_expert().mT
         if groups.indices is None:  # rows behind the last group may hold anything
             of = groups.offs
-            return bf16_product(self.x, m[:-1].mT, of) if m.dim() == 3 else zero_tail(_mm(self.x, m.mT), of)
-        if m.dim() == 3:
-            return _product(self.rows(), m.mT, self.slots)
-        return _permute_pad(_mm(self.x, m.mT), groups.indices, groups.top_k)  # multiplied once a token, not once a slot
+            return zero_tail(_mm(self.x, m_t), of) if m.is_shared else bf16_product(self.x, m_t[:-1], of)
+        if not m.is_shared:
+            return _product(self.rows(), m_t, self.slots)
+        return _permute_pad(_mm(self.x, m_t), groups.indices, groups.top_k)  # multiplied once a token, not once a slot
 
-    def outer(self, u: Tensor, m: Tensor, scores: Tensor | None = None) -> Tensor:
+    def outer(self, u: Tensor, m: Factor, scores: Tensor | None = None) -> Tensor:
         groups, is_dense = self.groups, self.slots.is_dense(m)
-        if is_dense or (groups.indices is not None and m.dim() == 2):
+        if is_dense or (groups.indices is not None and m.is_shared):
             u = self.slots.spread(u, scores) if is_dense else _combine(u, groups.inverse, scores)
-            sums = _mm(u.mT, self.slots.used(self.x))  # a token without a slot may hold anything
-            return sums.view(m.shape[0] - 1, *m.shape[1:]) if is_dense else sums
+            return _mm(u.mT, self.slots.used(self.x)).view(m.shape)  # a token without a slot may hold anything
         sums = bf16_wgrad(self.slots.scored(u, scores), self.rows(), groups.offs)
         # Rows behind the last group may hold anything, and a dense product would read them.
-        return sums.float().sum(0) if m.dim() == 2 else sums
+        return sums.float().sum(0) if m.is_shared else sums
 
 
-def add_to_rows(y: Tensor, u: Tensor, m: Tensor, slots: Slots, mask: Tensor | None = None, p: float = 0) -> Tensor:
+def add_to_rows(y: Tensor, u: Tensor, m: Factor, slots: Slots, mask: Tensor | None = None, p: float = 0) -> Tensor:
     """Computes y + u @ m of each group, [P, W], for u [P, R]. mask: the mask of `dropped`, applied to u @ m."""
-    return _add_low_rank(y, u, m, slots.covered(u.shape[0]), mask, p)
+    return _add_low_rank(y, u, m.by_expert(), slots.covered(u.shape[0]), mask, p)
 
 
 def add_to_tokens(
     out: Tensor,
     u: Tensor,
-    m: Tensor,
+    m: Factor,
     slots: Slots,
     scores: Tensor | None = None,
     mask: Tensor | None = None,
@@ -185,11 +214,11 @@ def add_to_tokens(
     if groups.inverse is None:
         return add_to_rows(out, u, m, slots, mask, p)
     if slots.is_dense(m):
-        u, m = slots.spread(u, scores), _side_by_side(m)
-    elif m.dim() == 2:
-        u = _combine(u, groups.inverse, scores)
+        u, m = slots.spread(u, scores), m.side_by_side()
+    elif m.is_shared:
+        u, m = _combine(u, groups.inverse, scores), m.by_expert()
     else:
-        wide = _combine(_product(u, m, slots), groups.inverse, scores)
+        wide = _combine(_product(u, m.by_expert(), slots), groups.inverse, scores)
         return _plus(out, wide if mask is None else kept(wide, mask, p))
     if mask is not None:
         return _plus(out, kept(_mm(u, m), mask, p))
@@ -223,11 +252,6 @@ def _add_low_rank(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor
     """y + u @ m. One op, so that a policy of selective checkpointing that saves products does not save u @ m too."""
     wide = _mm(u, m) if m.dim() == 2 else bf16_product(u, m, covered, covered=True)
     return (wide if mask is None else kept(wide, mask, p)).add_(y)
-
-
-def _side_by_side(m: Tensor) -> Tensor:
-    """Returns the factors of all experts as one, [E R, W]."""
-    return m[:-1].flatten(0, 1)
 
 
 def _product(x: Tensor, m: Tensor, slots: Slots) -> Tensor:

@@ -29,7 +29,11 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How `grouped_mm` and `experts` compute.
+    """How `grouped_mm` and `experts` compute: the format of operands, and options.
+
+        grouped_mm(A, B_t, offs, recipe="mxfp8")                                the recipe of this name
+        grouped_mm(A, B_t, offs, recipe=Recipe("mxfp8", rounding="floor"))      with another option
+        grouped_mm(A, B_t, offs, recipe=Recipe("mine", "mxfp8"))                with a name of your own, and a format
 
     The string "rowwise" means `Recipe("rowwise")`, and likewise for the other names. To change a field, pass your own
     recipe, such as `Recipe("mxfp8", rounding="floor")`. A recipe with a name of your own needs a format:

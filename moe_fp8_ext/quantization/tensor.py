@@ -166,7 +166,7 @@ def quantize_rows(
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
 ) -> Quantized:
-    """Quantizes along rows, for the left operand of the forward product. See `ops.quantize_rows` for details."""
+    """Quantizes along rows: the left operand of the forward product. `ops.quantize_rows` describes the arguments."""
     q, scale = ops.quantize_rows(x, format, offs=offs, indices=indices, top_k=top_k, dtype=dtype, rounding=rounding)
     return Quantized(q, scale, format, "rows", offs, rounding=_rounding(format, rounding))
 
@@ -183,7 +183,7 @@ def quantize_tokens(
     rounding: str | None = None,
     amax: str = "group",
 ) -> Quantized:
-    """Quantizes along the tokens of groups, for an operand of wgrad. See `ops.quantize_tokens` for details."""
+    """Quantizes along the tokens of groups: an operand of wgrad. `ops.quantize_tokens` describes the arguments."""
     q_t, scale_t, padded_offs = ops.quantize_tokens(
         x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding, amax=amax
     )
@@ -203,9 +203,9 @@ def quantize_both(
     rounding: str | None = None,
     amax: str = "group",
 ) -> tuple[Quantized, Quantized]:
-    """Quantizes as `quantize_rows` and `quantize_tokens` do, from one read of x. See `ops.quantize_both` for details.
+    """Quantizes along rows and along tokens, from one read of x. `ops.quantize_both` describes the arguments.
 
-    amax "batch" with indices raises, because the rows would then be rows of x, and not of the groups.
+    amax "batch" with indices raises, because the op would then return rows of x, and not rows of the groups.
     """
     if amax == "batch" and indices is not None:
         raise RuntimeError("quantize_both: amax must not be 'batch' with indices, got 'batch'")

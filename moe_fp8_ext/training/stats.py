@@ -214,7 +214,7 @@ def stats(model: nn.Module, every: int = 100) -> Stats:
 
     Raises:
         TypeError: model is no module.
-        RuntimeError: every is no int of at least 1.
+        RuntimeError: every is not an int of at least 1.
 
     Source: DESIGN.md section 6.
     """

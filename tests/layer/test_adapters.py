@@ -319,7 +319,7 @@ def test_rows_without_a_group_are_zero(device):
     permutation, offs, inverse = sort_tokens(ids, 4)
     x, m = torch.randn(3, 16, device=device).bfloat16(), torch.randn(4, 8, 16, device=device).bfloat16()
     slots = low_rank.Slots(Groups(offs, permutation, 2, inverse))
-    got, expert = low_rank.Tokens(x, slots).narrow(low_rank.factor(m)), ids.flatten()[permutation.clamp(min=0)]
+    got, expert = low_rank.Tokens(x, slots).narrow(low_rank.Factor(m)), ids.flatten()[permutation.clamp(min=0)]
     want = torch.einsum("pk,prk->pr", x.double()[permutation.clamp(min=0) // 2], m.double()[expert])
     assert not got[4:].any() and sqnr_db(got[:4], want[:4]) > BF16_DB
 
@@ -328,21 +328,26 @@ def test_rows_behind_the_groups_are_covered(device):
     """They are multiplied by zeros, because a grouped product leaves rows without a group unwritten."""
     u, m = torch.ones(5, 8, device=device).bfloat16(), torch.ones(2, 8, 16, device=device).bfloat16()
     slots = low_rank.Slots(Groups(torch.tensor([1, 3], dtype=torch.int32, device=device)))
-    got = low_rank.add_to_rows(torch.ones_like(m[0, :5]), u, low_rank.factor(m), slots)
+    got = low_rank.add_to_rows(torch.ones_like(m[0, :5]), u, low_rank.Factor(m), slots)
     assert got[:3].eq(9).all() and got[3:].eq(1).all()
     assert slots.covered(5).tolist() == [1, 3, 5]
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 16), (3, 8, 16), (5, 16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_factor(shape, dtype, device):
+@pytest.mark.parametrize("scaling", [1.0, 0.3])
+def test_factor(shape, dtype, scaling, device):
     m = torch.randn(shape, device=device).to(dtype)
-    for view in (m, m.mT.contiguous().mT):
-        got, want = low_rank.factor(view, 0.3), torch.zeros(*[4] * (m.dim() - 2), 8, 16, device=device).bfloat16()
+    for view in (m, m.mT.contiguous().mT, torch.stack([m, m], -1)[..., 0]):
+        want = torch.zeros(*[4] * (m.dim() - 2), 8, 16, device=device).bfloat16()
+        factor = low_rank.Factor(view, scaling)
         of_experts = want[:3] if m.dim() == 3 else want
-        of_experts[..., : shape[-2], :] = m * 0.3
-        assert 1 in got.stride()[-2:]
-        assert_same_tensor(got.contiguous(), want, "factor")
+        of_experts[..., : shape[-2], :] = m * scaling
+        got = factor.by_expert()
+        assert 1 in got.stride()[-2:] and factor.by_expert() is got
+        assert_same_tensor(got.contiguous(), want, "by expert")
+        if m.dim() == 3:
+            assert_same_tensor(factor.side_by_side(), of_experts.flatten(0, 1), "side by side")
 
 
 # ---- Dropout ----

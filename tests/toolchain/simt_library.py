@@ -1,6 +1,7 @@
 """Builds the hipified kernels with the SIMT emulation, as libraries for ctypes that run on a CPU.
 
-A library has all kernels of a ROCm build, or only the GEMM for gfx950 or for Hopper.
+A library has all kernels of a ROCm build, or only the GEMM for gfx950 or for Hopper. Run as a script, this builds all
+libraries that are not in the cache.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ CHIPS = {
     "gfx950": (64, "__GFX9__"),
     "sm_90a": (32, "SIMT_HOPPER"),
 }
+GEMM_ALONE = ("gfx950", "sm_90a")
 CXX = os.environ.get("CXX", "g++").split()
 CXX_FLAGS = (
     "-std=c++17 -O1 -g1 -fPIC -pthread -Wall -Wno-unknown-pragmas -ffp-contract=off -fno-strict-aliasing "
     # Without this, two libraries in one process would share static variables.
     "-fno-gnu-unique "
     # This finds bad shifts and indices, and misaligned vector accesses, which x86 allows and a GPU does not. Pointer
-    # arithmetic is not checked: kernels form addresses that they do not read.
-    "-fsanitize=undefined -fno-sanitize=vptr,pointer-overflow -fsanitize-undefined-trap-on-error"
+    # arithmetic is not checked: kernels form addresses that they do not read. A null pointer faults without a check.
+    "-fsanitize=undefined -fno-sanitize=vptr,pointer-overflow,null -fsanitize-undefined-trap-on-error"
 ).split()
 
 
@@ -54,11 +56,11 @@ def key_of(source: Path, chip: str) -> str:
     return key("simt", compiler(), *CXX_FLAGS, chip, *CHIPS[chip], files=[*closure(source, CSRC), *emulation])
 
 
-def build(chip: str, gemm_alone: bool = False) -> Path:
-    """Returns a shared object with the shims and a chip's kernels, or only its GEMM."""
+def build(chip: str) -> Path:
+    """Returns a shared object with the shims and a chip's kernels."""
     wave, generation = CHIPS[chip]
     kernels, shims = kernel_sources(CSRC), SHIMS
-    if gemm_alone:
+    if chip in GEMM_ALONE:
         of_hopper = chip == "sm_90a"
         others = ["platform/device.cu", *["scales/dequantize.cu"] * of_hopper]
         folder = CSRC / "gemm" / ("sm90" if of_hopper else "mma")
@@ -83,3 +85,8 @@ def build(chip: str, gemm_alone: bool = False) -> Path:
 
     with alone(f"simt-{chip}"):  # one of the test processes builds, and the others use its result
         return cached(key("simt library", *keys.values()), link) / "kernels.so"
+
+
+if __name__ == "__main__":
+    for chip in CHIPS:
+        build(chip)

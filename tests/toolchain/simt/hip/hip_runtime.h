@@ -5,7 +5,8 @@
 // The architecture macros choose the fp8 formats, and SIMT_WARP chooses the wave size. Launches are synchronous:
 // simt::launch(grid, block, shared_bytes, function) and hipLaunchKernelGGL. A failed launch returns
 // hipErrorLaunchFailure, and hipGetErrorString then tells the fault and its thread.
-// Environment: SIMT_THREADS (OS threads of a launch), SIMT_TIMEOUT (seconds), SIMT_MULTIPROCESSORS (default 2).
+// Environment: SIMT_THREADS (OS threads of a launch), SIMT_TIMEOUT (seconds that one of them may compute),
+// SIMT_MULTIPROCESSORS (default 2).
 #pragma once
 #include <cmath>
 #include <cstddef>
