@@ -28,21 +28,21 @@ from moe_fp8_ext.quantization.tensor import Pair, Quantized
 
 
 class ExpertParallel:
-    """Spreads experts over ranks: each rank has experts [rank * L, (rank + 1) * L) of every layer, L = E / ranks.
+    """Spreads the experts of every layer over the ranks of a group. Tokens travel to their experts in FP8.
 
         ep = ExpertParallel(group, num_experts, top_k, recipe="rowwise")
         out = ep.experts(x, topk_ids, topk_scores, w_gate_up, w_down)
 
-    A token is sent once to each rank that has any of its experts. The token's own rank quantizes it, and sends it in
-    one message with its scales, ids and scores. The receiver casts nothing: the received bytes are the operand of the
-    product. Each rank sums the results of its experts for a token, and sends the sum back in bfloat16. Gradients of
-    tokens return the same way.
+    With L = num_experts / ranks, a rank has experts [rank * L, (rank + 1) * L). A token is sent once to each rank that
+    has any of its experts. The token's own rank quantizes it, and sends it in one message with its scales, ids and
+    scores. The first product multiplies the received bytes without another cast. Each rank sums the results of its
+    experts for a token, and sends the sum back in bfloat16. Gradients return in the same way.
 
     All ranks of the group must construct the object with the same arguments, and call it in the same order.
 
     Args:
         group: the ranks over which experts are spread, or a DeviceMesh of one dimension.
-        num_experts: E, the experts of all ranks together; a multiple of the number of ranks.
+        num_experts: the number of experts of all ranks together, a multiple of the number of ranks.
         top_k: columns of topk_ids.
         recipe: as in `moe_fp8_ext.experts`, except "auto". With "bf16" and with wgrad_high_precision tokens travel in
             bfloat16, otherwise in the recipe's format. With wgrad_high_precision, float32 and float16 tokens are

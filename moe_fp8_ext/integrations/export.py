@@ -108,8 +108,10 @@ def fp8_state(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors that `export_fp8` writes, with their names, for a running inference engine.
 
-    Tensors are on the device of the model's weights. They are made one weight at a time. Tensors that are not quantized
-    share the model's memory: copy a tensor that must outlive the next optimizer step.
+        engine.load_weights(moe_fp8_ext.fp8_state(model))
+
+    Tensors are made one weight at a time, on the device of the model's weights. Tensors that are not quantized share
+    the model's memory: copy a tensor that must outlive the next optimizer step.
 
     Args:
         model, recipe, linears, merge_adapters: as in `export_fp8`.

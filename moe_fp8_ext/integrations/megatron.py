@@ -122,7 +122,7 @@ class MoeFp8GroupedMLP(MegatronModule):
     """The routed experts of this rank, in place of TEGroupedMLP or SequentialMLP. `spec` makes it.
 
     Raises:
-        RuntimeError: the config needs an option that these experts do not support. The text says what to change.
+        RuntimeError: the config has an option that these experts do not support. The text says what to change.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """FP8 experts for models of Hugging Face Transformers.
 
 `experts_implementation="moe_fp8"` makes experts compute in FP8. `ep_implementation="moe_fp8"` makes their tokens travel
-to other ranks in FP8."""
+to other ranks in FP8.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +59,11 @@ _EP_RECIPE = "_moe_fp8_ext_ep_recipe"
 def register(recipe: str | Recipe = "rowwise") -> None:
     """Adds `moe_fp8`, and `moe_fp8_<recipe>` for every recipe, to the experts implementations of Transformers.
 
-    Use these names like "grouped_mm": in `from_pretrained(..., experts_implementation="moe_fp8")`, in `from_config`, or
-    in `model.set_experts_implementation("moe_fp8_blockwise")`. Parameters and their names do not change.
+        register()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", experts_implementation="moe_fp8")
+        model.set_experts_implementation("moe_fp8_blockwise")
+
+    Parameters and their names do not change.
 
     Every layout that Transformers' `use_experts_implementation` declares is supported. Slots with ids of no local
     expert are dropped. If `experts` knows the activation of a module, the whole module becomes one call of `experts`.

@@ -17,10 +17,11 @@ from moe_fp8_ext.quantization.format import FORMATS, padded_extent
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """An fp8 operand with its scales, as a quantizer returned them. Comparison is by identity.
+    """An fp8 operand with its scales. `grouped_mm`, `experts` and `scaled_grouped_mm` take it in place of a tensor.
 
-    `from_parts` makes a `Quantized` from the tensors of a checkpoint. `pickle` and `torch.save` can store an operand.
-    `torch.load` loads it, also with weights_only=True, once this package is imported. To have it in a state dict, use
+    `quantize_rows`, `quantize_tokens`, `quantize_both` and `quantize_weight` return one, and `from_parts` makes one
+    from a checkpoint's tensors. Operands compare by identity. `pickle` and `torch.save` can store an operand. Once this
+    package is imported, `torch.load` loads it, also with weights_only=True. To have it in a state dict, use
     `FrozenWeight`.
 
     Attributes:

@@ -9,9 +9,11 @@ from moe_fp8_ext.matmul import bf16  # noqa: F401  registers the CPU's product
 def save_ops() -> list[_torch.OpOverload]:
     """Returns the ops that selective activation checkpointing should save: the products of experts, and sorting.
 
-    Pass the list, together with the ops of other layers, to
-    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. Backward then recomputes casts, moves and
-    activations, but no product. These outputs are kept:
+        saved = [torch.ops.aten.mm.default, *moe_fp8_ext.save_ops()]
+        contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, saved)
+        y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+    Backward then recomputes casts, moves and activations, but no product of experts. A checkpoint keeps these outputs:
 
     - the products in bfloat16: [M, N] of a `grouped_mm`; [P, 2F] and [P, D] of `experts`,
     - the order of slots: two integers per slot and one per expert.

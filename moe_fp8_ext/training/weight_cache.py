@@ -40,9 +40,9 @@ def reuse_weights() -> Iterator[None]:
     backward. Outputs, gradients and errors are the same with and without the context. Contexts may be nested. They
     apply to all threads of the process, because torch runs backward in its own threads.
 
-    The cache keeps both fp8 copies of a weight: 2 bytes per element, plus scales. It keeps a B_t that is a leaf or a
-    view of a leaf. The leaf must require a gradient or be an `nn.Parameter`. Under `torch.autocast` the leaf is the
-    weight before the cast. A weight that the caller casts or computes is quantized in every call.
+    The cache keeps both fp8 copies of a weight: 2 bytes per element, plus scales. The weight must be a leaf or a view
+    of a leaf. The leaf must require a gradient or be an `nn.Parameter`. Under `torch.autocast` the leaf is the weight
+    before the cast. A weight that the caller casts or computes is quantized in every call.
 
     A weight is quantized again after
 
@@ -65,9 +65,8 @@ def reuse_weights() -> Iterator[None]:
 
     The cache has no effect under torch.compile or another tracer, while a CUDA graph is captured, in inference mode,
     and for tensor subclasses. To reuse a weight in a graph, call `quantize_weight` outside the graph and pass its
-    result to `grouped_mm` or `experts`. The result is a constant for autograd: its gradient can only be added to a
-    main_grad. A CUDA graph reads the operand at the address of the capture, so copy new values and scales to that
-    address. A weight that autograd computes a gradient for is quantized inside the graph.
+    result to `grouped_mm` or `experts`, with main_grad if the weight is trained. A CUDA graph reads the operand at the
+    address of the capture, so copy new values and scales to that address by `Quantized.copy_`.
 
     `torch.utils.swap_tensors` refuses a parameter while the cache has copies of it.
 
