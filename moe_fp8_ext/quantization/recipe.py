@@ -35,11 +35,9 @@ class Recipe:
         grouped_mm(A, B_t, offs, recipe=Recipe("mxfp8", rounding="floor"))      with another option
         grouped_mm(A, B_t, offs, recipe=Recipe("mine", "mxfp8"))                with a name of your own, and a format
 
-    The string "rowwise" means `Recipe("rowwise")`, and likewise for the other names. To change a field, pass your own
-    recipe, such as `Recipe("mxfp8", rounding="floor")`. A recipe with a name of your own needs a format:
-    `Recipe("mine", "mxfp8")`. The constructor replaces None by the default of the field. Afterwards only `dtype` and
-    `grad_dtype` may be None; for "bf16" also `format`, `rounding` and `amax`. A recipe prints as its constructor call,
-    without fields that have their defaults. `to_json` writes the same fields.
+    The constructor replaces None by the default of the field. Afterwards only `dtype` and `grad_dtype` may be None; for
+    "bf16" also `format`, `rounding` and `amax`. A recipe prints as its constructor call, without fields that have their
+    defaults. `to_json` writes the same fields.
 
     Attributes:
         name: "bf16", "auto", the name of a format, or any other name if a format is given.
