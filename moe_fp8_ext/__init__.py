@@ -1,6 +1,6 @@
 """FP8 training of Mixture-of-Experts layers: quantized operands, grouped matmuls and a drop-in `grouped_mm`.
 
-This module exports the public API. `moe_fp8_ext.ops` has every op of torch.ops.moe_fp8, which take and return tensors.
+This module has the public API. `moe_fp8_ext.ops` has a thin wrapper for every op of torch.ops.moe_fp8.
 """
 
 from moe_fp8_ext import _torch

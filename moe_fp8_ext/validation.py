@@ -21,8 +21,8 @@ def validate() -> Iterator[None]:
     call of a compiled function: the ops of its graph then check their own arguments, and the error names the op. A
     compiled function cannot contain a block.
 
-    A block affects all threads of the process, because backward runs in threads of autograd. MOE_FP8_VALIDATE=1 in the
-    environment checks a whole run.
+    An open block applies to all threads of the process, because autograd runs backward in its own threads.
+    MOE_FP8_VALIDATE=1 turns the checks on for the whole run.
 
     Raises:
         RuntimeError: a compiled function enters the block.

@@ -44,7 +44,7 @@ def of_all(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @torch.no_grad()
 def draw_in_turn(parameter: Tensor, first: int, num_experts: int, draw: Callable[[Tensor], object]) -> None:
-    """Draws every expert of all ranks and keeps this rank's, so that a seed gives the same on any number of ranks.
+    """Draws every expert of all ranks and keeps this rank's experts. A seed gives the same experts on any ranks.
 
     Args:
         parameter: the experts of this rank, or a DTensor of all experts, which knows where its part begins.
@@ -79,7 +79,7 @@ def sum_of_ranks(
 ) -> Tensor:
     """Computes tokens that every rank has with the experts of this rank.
 
-    The result and the gradients of x and topk_scores are `Partial()`: the sum over ranks remains to be taken.
+    The result and the gradients of x and topk_scores are `Partial()`: their sum over ranks is pending.
 
     Args:
         experts: computes x, ids and scores with this rank's experts.
@@ -105,7 +105,7 @@ def sum_of_ranks(
 def on_every_rank(op: str, fn: Callable[..., Sequence[Tensor]], *args: object) -> list[Tensor]:
     """Calls fn on every rank with replicated arguments. DTensors among them are passed as tensors of the rank.
 
-    Results are DTensors, replicated too, and so are the gradients.
+    Results and gradients are replicated DTensors too.
     """
     from torch.distributed.tensor import DTensor, Replicate
 

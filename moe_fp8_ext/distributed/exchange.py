@@ -76,8 +76,8 @@ class Exchange:
         self._casts = rule(gradient=False) if fp8_tokens else None
         self._gradient_casts = rule(gradient=True) if fp8_gradients else None
         self._local_of = self._local_experts()
-        self.agreed: Agreement | None = None  # of a static exchange's first call; later calls do not ask the ranks
-        self.has_ended_step = False  # since `ExpertParallel` last called its `check` itself
+        self.agreed: Agreement | None = None  # set by the first call of a static exchange; later calls do not ask ranks
+        self.has_ended_step = False  # whether a step has ended since `ExpertParallel` called its `check` itself
 
     def _local_experts(self) -> Tensor:
         """Returns a table [num_experts + 1] int32 from ids in messages to experts of this rank; -1 for all others."""
@@ -103,7 +103,7 @@ class Exchange:
         """Sends the messages.
 
         Args:
-            agreement: what must be the same on all ranks.
+            agreement: the values that all ranks must share.
             needs: whether scores and x need a gradient.
         """
         with torch.no_grad(), below_autograd():
@@ -203,9 +203,9 @@ class ExchangedTokens(Source):
 
     @contextmanager
     def completed(self) -> Iterator[None]:
-        """A context that, after an error, sends the messages that other ranks wait for, marked so that they raise.
+        """A context that handles an error: it sends the messages that other ranks wait for, so that they raise too.
 
-        In exact mode messages have no room for marks, so nothing is sent.
+        A mark in these messages makes the other ranks raise. In exact mode messages have no mark, so nothing is sent.
         """
         try:
             yield

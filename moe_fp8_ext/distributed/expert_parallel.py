@@ -1,4 +1,4 @@
-"""Experts spread over the ranks of a group. Tokens travel to them as the operand of the first product."""
+"""Experts spread over the ranks of a group. Tokens travel to their experts as the operand of the first product."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ from moe_fp8_ext.quantization.tensor import Pair, Quantized
 
 
 class ExpertParallel:
-    """Spreads the experts of every layer over the ranks of a group. Tokens travel to them in FP8.
+    """Spreads the experts of every layer over the ranks of a group. Tokens travel to their experts in FP8.
 
         ep = ExpertParallel(group, num_experts, top_k, recipe="rowwise")
         out = ep.experts(x, topk_ids, topk_scores, w_gate_up, w_down)
 
     With L = num_experts / ranks, a rank has experts [rank * L, (rank + 1) * L). A token is sent once to each rank that
-    has any of its experts. It is quantized on its own rank, and travels with its scales, ids and scores in one message.
-    The first product multiplies the received bytes without another cast. Each rank adds up the results of its experts
-    for a token, and returns the sum in bfloat16. Gradients return in the same way.
+    has any of its experts. The token's own rank quantizes it, and sends it in one message with its scales, ids and
+    scores. The first product multiplies the received bytes without another cast. Each rank sums the results of its
+    experts for a token, and sends the sum back in bfloat16. Gradients return in the same way.
+
+    All ranks of the group must construct the object with the same arguments, and call it in the same order.
 
     Args:
         group: the ranks over which experts are spread, or a DeviceMesh of one dimension.
-        num_experts: of all ranks together, a multiple of their number.
+        num_experts: the number of experts of all ranks together, a multiple of the number of ranks.
         top_k: columns of topk_ids.
-        recipe: as in `moe_fp8_ext.experts`, except "auto". Tokens travel in bfloat16 with "bf16" and with
-            wgrad_high_precision, otherwise in the recipe's format. With wgrad_high_precision, float32 and float16
-            tokens are therefore rounded to bfloat16 before they are quantized. Tokens and gradients that travelled in
-            fp8 are cast again for the gradient of weights. So they are rounded twice. With scales that are powers of
-            two they are rounded once, except for underflow.
+        recipe: as in `moe_fp8_ext.experts`, except "auto". With "bf16" and with wgrad_high_precision tokens travel in
+            bfloat16, otherwise in the recipe's format. With wgrad_high_precision, float32 and float16 tokens are
+            therefore rounded to bfloat16 before they are quantized. For the gradient of weights, tokens and gradients
+            that travelled in fp8 are cast a second time, which rounds them twice. If scales are powers of two, only
+            underflow differs from rounding once.
         gradients: how gradients of the output travel: "bf16", or "fp8" in the recipe's format and grad_dtype. With
             "fp8", the gradient of b_down and its part of the scores' gradient are computed from the fp8 values.
-        mode: "exact" sends as many rows as there are. The host waits once in each call for sizes, which are requested
-            as soon as the routing is known. "static" sends buffers of a fixed size, for the same number of tokens on
-            all ranks. Only the first call waits, and CUDA graphs may capture later ones.
-        capacity: the size of the buffers of "static", as a multiple of even routing. None is the number of ranks, with
-            which every routing fits. If tokens do not fit, the last tokens of a rank, and the slots of a rank's last
-            experts, are dropped, as if their id were -1, and counted.
-        chunks: parts of a rank's tokens that travel one after another, each while experts compute the previous one. The
+        mode: "exact" sends exactly the rows that experts need. The host waits once in each call for sizes, which are
+            requested as soon as the routing is known. "static" sends buffers of a fixed size; all ranks must have the
+            same number of tokens. Only the first call waits, and CUDA graphs may capture later calls.
+        capacity: the size of the buffers of "static", as a multiple of even routing. None: the number of ranks, with
+            which every routing fits. If buffers are too small, the last tokens of a rank and the slots of a rank's last
+            experts are left out, as if their id were -1. `check` counts them.
+        chunks: the number of parts of a rank's tokens. Each part travels while experts compute the previous part. The
             output and the gradients of tokens stay the same. Gradients of weights are sums over parts, rounded to
             bfloat16 after each part. Buffers of "static" have the size of a part.
-        overflow: with "raise", the first call after a backward calls `check`, and so does the first call after a call
-            without gradients. This is one wait in a step; graphs have none. Call `check` yourself after the last step,
-            and with "count".
-
-    All ranks of the group must construct it, and call it, with the same arguments and in the same order.
+        overflow: with "raise", the first call after a backward, or after a call that asks for no gradient, calls
+            `check`: one wait in a step, but none in graphs. Call `check` yourself after the last step. With "count",
+            always call `check` yourself.
 
     Raises:
         RuntimeError: torch.distributed is not initialized, num_experts is not a multiple of the ranks, or an argument
-            is not as above or differs between ranks; the text names it.
-        ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
+            is not as above or differs between ranks; the text names the argument.
+        ValueError, TypeError: no recipe of that name exists, or recipe is neither a name nor a `Recipe`.
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """
@@ -168,26 +168,31 @@ class ExpertParallel:
         """Computes `moe_fp8_ext.experts` for this rank's tokens with the experts of all ranks. Differentiable once.
 
         Args:
-            x, topk_ids, topk_scores: tokens of this rank, any number of them, and ids in [0, num_experts).
-            w_gate_up, w_down, b_gate_up, b_down, main_grad_gate_up, main_grad_down: of this rank's experts.
+            x, topk_ids, topk_scores: any number of tokens of this rank; ids are in [0, num_experts).
+            w_gate_up, w_down, b_gate_up, b_down, main_grad_gate_up, main_grad_down: tensors of this rank's experts, as
+                in `moe_fp8_ext.experts`.
             lora_gate_up, lora_down: adapters of this rank's experts, as in `moe_fp8_ext.experts`. A factor that all
-                experts of a rank share is the rank's own: its gradient is the sum over this rank's experts.
+                experts of a rank share belongs to the rank: its gradient is the sum over this rank's experts.
             activation, interleaved, keep, delay_wgrad: as in `moe_fp8_ext.experts`.
             shared_experts: a function of x, such as a module, whose result is added to out. It is called while tokens
                 travel.
 
         Returns:
-            out [T, D] of x's dtype. The result of one rank's experts for a token is rounded to bfloat16. Ranks are then
-            added in float32, in their order.
+            out [T, D] of x's dtype. Each rank rounds its experts' result for a token to bfloat16. These results are
+            added in float32, in the order of the ranks.
 
         Raises:
-            RuntimeError: as `moe_fp8_ext.experts`, and as `check` with overflow "raise". A CUDA graph is captured in
-                mode "exact" or in a first call. The width of x, or which inputs require a gradient, differs between
-                ranks. If one rank raises before it sends its tokens, all ranks raise in mode "exact" and in the first
-                call of "static". In later calls of "static" the other ranks wait; if the rank catches its error and
-                goes on, all ranks raise when its next messages arrive (on GPUs at the next `check`). If one rank raises
-                later, for lack of memory, in shared_experts or in backward, all ranks raise in mode "static" (on GPUs
-                at the next `check`); in mode "exact" the other ranks wait.
+            RuntimeError: as `moe_fp8_ext.experts` and, with overflow "raise", as `check`. Also if a CUDA graph captures
+                a call in mode "exact", or a first call.
+
+        If a call fails on one rank only, the mode decides whether the other ranks raise too:
+
+        - One rank raises before it sends its tokens, or the width of x or the inputs that ask for a gradient differ
+          between ranks. In mode "exact", and in the first call of mode "static", all ranks raise. In later calls of
+          mode "static" the other ranks wait. If the failed rank goes on, all ranks raise when its next messages
+          arrive (on GPUs at the next `check`).
+        - On one rank memory for received rows, shared_experts or backward fails. In mode "static" all ranks raise (on
+          GPUs at the next `check`). In mode "exact" the other ranks wait.
         """
         exchange = self._exchange
         if exchange.exact.side is not None and torch.cuda.is_current_stream_capturing():
@@ -229,10 +234,10 @@ class ExpertParallel:
 
     @contextmanager
     def errors_on_all_ranks(self) -> Iterator[None]:
-        """A context for code that precedes `experts`, such as a router. An error in it raises on the other ranks too.
+        """A context for code that precedes `experts`, such as a router. If the code raises, the other ranks raise too.
 
-        In later calls of mode "static" ranks do not wait for each other. The call is then counted, so that the other
-        ranks recognize this rank's next message as one of another call.
+        In later calls of mode "static" ranks do not wait for each other. The failed call is then counted as a call, so
+        that the other ranks recognize that this rank's next message belongs to another call.
         """
         try:
             yield
@@ -248,14 +253,15 @@ class ExpertParallel:
         return self
 
     def check(self) -> None:
-        """Waits for all calls so far. Raises on every rank if any rank dropped tokens or received a wrong message.
+        """Waits for all calls so far. Raises on every rank if mode "static" left out tokens or mixed up calls anywhere.
 
-        Call it on every rank, once a step, unless overflow "raise" does. Dropped tokens and slots are counted since the
-        last `check`: once for every rank to which a token was not sent, and again if a checkpoint recomputes forward.
+        Call it on every rank, once a step, unless overflow "raise" does so. The error counts tokens and slots since the
+        last `check`. A token counts once for every rank that it was not sent to, and again if a checkpoint recomputes
+        forward.
 
         Raises:
-            RuntimeError: tokens or slots of any rank were left out; or, on GPUs, another message than the awaited one
-                arrived on any rank; or ranks have made different numbers of calls.
+            RuntimeError: tokens or slots of any rank were left out; on GPUs, a rank received a message of another call;
+                or ranks have made different numbers of calls.
         """
         static = self._exchange.static
         tokens, slots = static.read_left_out() if static else (0, 0)
@@ -287,7 +293,7 @@ class ExpertParallel:
             refuse("the first call must come before a CUDA graph is captured, for it waits for the other ranks")
 
     def _signature(self, x: Tensor, topk_ids: Tensor, call: Call) -> int:
-        """Checks that a call fits this group. Returns what must be the same on all ranks, as a number."""
+        """Checks that a call fits this group. Returns one number from all values that must be equal on all ranks."""
         if x.device != self.ranks.device:
             refuse(f"x must be on the device of the group's messages, {self.ranks.device}, got {x.device}")
         if topk_ids.shape[1] != self.top_k:
@@ -305,7 +311,7 @@ class ExpertParallel:
 
 
 def _said(name: str, value: object) -> str:
-    """Returns the text of an argument. Equal arguments have equal texts: a recipe and its name, integers of numpy."""
+    """Returns the text of an argument. Equal arguments have equal texts, such as a recipe and its name."""
     if name == "recipe" and isinstance(value, str):
         value = RECIPES.get(value, value)
     elif isinstance(value, Integral) and not isinstance(value, bool):
@@ -316,7 +322,7 @@ def _said(name: str, value: object) -> str:
 
 
 def _agree(group: dist.ProcessGroup, **given: object) -> None:
-    """Raises on all ranks if arguments differ. It comes before other checks, so that those raise on all ranks too."""
+    """Raises on all ranks if arguments differ. Call it before other checks: they then raise on all ranks too."""
     mine = {name: _said(name, value) for name, value in given.items()}
     of_ranks = [mine] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, mine, group)

@@ -1,7 +1,8 @@
-"""Weights of experts that FSDP2 gathers in fp8, through its own hooks: the same bits, in half the bytes of bfloat16.
+"""Weights of experts that FSDP2 gathers in fp8, through its own hooks: the same results, in half the bytes of bfloat16.
 
-Experts share no scale, so quantizing a shard gives the bytes of quantizing the whole weight. A product over K and a
-product over N need different bytes. With square blocks they are the same bytes, transposed.
+Each expert is quantized on its own. So quantizing a shard of experts gives the same bytes as quantizing the whole
+weight. A product over K and a product over N need different bytes. In formats with square blocks, the second are the
+transpose of the first.
 """
 
 from __future__ import annotations
@@ -30,27 +31,29 @@ def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
         fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         moe_fp8_ext.gather_in_fp8_(block.experts, "rowwise")
 
-    Outputs and gradients stay the same, bit for bit. Parameters, optimizers and checkpoints do not change. Each gather
-    takes half the bytes of bfloat16, plus scales. Backward keeps no copy of a weight that FSDP2 does not free.
-    torch.compile does not trace calls with such weights.
+    Outputs and gradients stay the same, bit for bit. Every process quantizes its shard as the layer would quantize the
+    whole weight. Forward gathers the operands of products over K, and backward the operands of products over N. Each
+    gather moves half the bytes of bfloat16, plus scales. FSDP2 frees all gathered bytes, also if backward keeps the
+    weight. Parameters, gradients, optimizers and checkpoints do not change. torch.compile does not trace calls with
+    such weights.
 
-    Every process quantizes its shard as the layer would quantize the whole weight. Forward gathers operands of products
-    over K, and backward operands of products over N. If backward recomputes forward, or FSDP2 does not reshard in
-    between, FSDP2 gathers only one of them. The layer then gathers the other direction itself, in as many bytes. So all
-    processes must call the layer in the same way. "blockwise" needs no second gather, because it transposes its bytes.
+    If backward recomputes forward, or if FSDP2 does not reshard after forward, there is one gather for both directions.
+    The layer then gathers the missing direction itself, which moves as many bytes again. So all processes must make
+    the same calls of the layer. "blockwise" transposes the gathered bytes instead.
+
+    Call it after `fully_shard` and before the first forward.
 
     Args:
-        module: all of its parameters of 3 dimensions are gathered as fp8, [E, N, K] or [E, K, N]. [E, K, N] always
-            needs the second gather. Factors of adapters, whose names contain "lora_", are gathered as they are.
-            `fully_shard` must have sharded the other parameters, evenly and along E, on their final device. Forward
-            must not have been called yet. If a shard is replaced, for example by `module.to` or
-            load_state_dict(assign=True), it is gathered in full precision again.
-        recipe: a recipe with the format, dtype and rounding of the layers' recipe.
+        module: a module whose parameters of 3 dimensions are gathered in fp8. `fully_shard` must have sharded these
+            parameters evenly along E, on their final device. The layout is [E, N, K], or [E, K, N], which always misses
+            one direction. Factors of adapters, whose names have "lora_", are gathered as they are. If `module.to` or
+            load_state_dict(assign=True) replaces a shard, the new shard is gathered in full precision.
+        recipe: a recipe with the format, dtype and rounding of the recipe that multiplies.
 
     Raises:
-        RuntimeError: recipe or parameters are not as above. In forward: shards are not as above, or a call has another
-            recipe or another dtype, as under torch.autocast. The text names the parameter.
-        ValueError, TypeError: no recipe of that name exists, it is neither a name nor a `Recipe`, or module is no
+        RuntimeError: recipe or parameters are not as above. Forward raises if shards are not as above, or if a call has
+            another recipe or another dtype, such as under torch.autocast. The text names the parameter.
+        ValueError, TypeError: no recipe of that name exists, recipe is neither a name nor a `Recipe`, or module is no
             module.
 
     Source: DESIGN.md section 6; `fsdp_pre_all_gather` and `fsdp_post_all_gather` of torch's `fully_shard`.
@@ -69,7 +72,7 @@ def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
 
 
 def _shard(name: str, w: nn.Parameter) -> Tensor:
-    """Returns the tensor whose hooks FSDP2 calls. to_local() would return a view of it, which has no hooks."""
+    """Returns the tensor whose hooks FSDP2 calls. to_local() would return a view, and a view has no hooks."""
     from torch.distributed.tensor import DTensor  # imported here, because it takes long to load
 
     require(isinstance(w, DTensor), f"{_OP}: {name} must be sharded by fully_shard, got a {type(w).__name__}")
@@ -79,9 +82,9 @@ def _shard(name: str, w: nn.Parameter) -> Tensor:
 
 
 class GatheredWeight(DeferredWeight):
-    """Stands for the gathered parameter [E, N, K], or its transposed view. It has copies in fp8 and no values.
+    """Stands for the gathered parameter [E, N, K], or its transposed view. It has fp8 copies and no values.
 
-    Backward may keep it: FSDP2 frees the copies and gathers them again.
+    Backward may keep this tensor, because FSDP2 frees the copies and gathers them again.
     """
 
     if _torch.wrapper_subclass:
@@ -122,13 +125,13 @@ class GatheredWeight(DeferredWeight):
 
 
 class _Gather:
-    """The hooks of a parameter, and the bytes that they have gathered."""
+    """The FSDP2 hooks of a parameter, and the bytes that the hooks have gathered."""
 
     def __init__(self, name: str, shard: Tensor, recipe: Recipe) -> None:
         self.name, self.shard = name, shard
         self.rule = recipe.format, recipe.dtype or default_fp8_dtype(shard.device), recipe.rounding
         self.format = FORMATS[recipe.format]
-        self.other: list[Tensor] = []  # values and scales of the other direction, once they were needed
+        self.other: list[Tensor] = []  # values and scales of the missing direction; empty until a product needs them
 
     def pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         experts, *sizes = self.shard.shape
@@ -137,7 +140,7 @@ class _Gather:
         require(is_even, f"{text} processes, got a shard {tuple(self.shard.shape)}")
         self.mesh, self.shape, self.dtype = mesh, tuple(outer_size), mp_policy.param_dtype or self.shard.dtype
         self.other.clear()
-        # FSDP2 does not tell its hooks the direction. It asks autograd the same way, to detect recomputation.
+        # FSDP2 does not pass the direction to its hooks. To detect recomputation, FSDP2 asks autograd in the same way.
         is_backward = _torch.in_backward()
         is_transposed = is_backward and not self.format.has_square_blocks
         values, scales = self._of_shard(is_transposed)
@@ -154,7 +157,7 @@ class _Gather:
         require(asked == gathered, f"{_OP}: {self.name} must be multiplied as it was gathered, {gathered}, got {asked}")
 
     def copy(self, is_transposed: bool) -> tuple[Tensor, Tensor]:
-        """Values and scales of the whole weight."""
+        """Returns values and scales of the whole weight."""
         is_there = self.values.untyped_storage().size() > 0
         require(is_there, f"{_OP}: {self.name} must be gathered where it is multiplied, got what FSDP2 has freed")
         if is_transposed == self.is_transposed:
@@ -163,11 +166,11 @@ class _Gather:
             return transposed_squares(*self._typed(self.values, self.scales))
         if not self.other:
             gathered = (of_all(x, self.mesh).full_tensor() for x in self._of_shard(is_transposed))
-            self.other += gathered  # a list that FSDP2 frees
+            self.other += gathered  # FSDP2 has this list, and frees its tensors
         return self._typed(*self.other)
 
     def _of_shard(self, is_transposed: bool) -> tuple[Tensor, Tensor]:
-        """Returns values and scales as bytes. FSDP2's buffers keep their size: scales have room for any direction."""
+        """Returns values and scales as bytes. Scales have room for any direction, because FSDP2's buffers are fixed."""
         directions = "transposed" if is_transposed else "rows"
         copies = _quantize_weight(cast(self.shard, self.dtype), *self.rule, directions)
         q, scale = copies[2:] if is_transposed else copies[:2]

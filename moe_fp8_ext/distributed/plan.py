@@ -1,4 +1,4 @@
-"""The plan of an exchange: which ranks a token is sent to, and how many rows and slots that makes everywhere."""
+"""The plan of an exchange: the ranks that each token is sent to, and the number of rows and slots on every rank."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ class Transfer(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The way of rows from the ranks that have the tokens to the ranks that have their experts, and back."""
+    """Moves rows from the ranks that have the tokens to the ranks that have their experts, and back."""
 
     indices: Tensor  # [S] int32: row s holds token indices[s] // ranks; -1: it holds no token
     inverse: Tensor  # [T, ranks] int32: the row that a token has for a rank; -1: no row
     sent: list[int] | None  # rows for each rank; None: the same number for every rank
     received: list[int] | None
-    slots: int  # slots that arrive; in a static exchange the room for them
+    slots: int  # the number of slots that arrive; in a static exchange, the maximum number
     group: dist.ProcessGroup
 
     def send(self, rows: Tensor) -> Transfer:
-        """[S, ...] -> [N, ...]. Rows behind the last token are not sent."""
+        """Sends rows [S, ...]; the transfer returns rows [N, ...]. Rows behind the last token are not sent."""
         return self._exchange(rows[: self.indices.shape[0]], self.sent, self.received)
 
     def send_back(self, rows: Tensor) -> Transfer:
-        """[N, ...] -> [S, ...]"""
+        """Sends rows [N, ...] back; the transfer returns rows [S, ...]."""
         return self._exchange(rows, self.received, self.sent)
 
     def _exchange(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Transfer:
@@ -80,7 +80,7 @@ class Placement(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What must be the same on all ranks: the number of the call, its sizes, and which inputs ask for a gradient."""
+    """The values that all ranks must share: the number of the call, its sizes, and the inputs that need a gradient."""
 
     signature: int
     call: int
@@ -90,19 +90,19 @@ class Agreement(NamedTuple):
 
 
 class ExactPlanner:
-    """Sends as many rows as there are. The host waits for their numbers, which travel on a side stream."""
+    """Sends exactly the rows that experts need. The host waits for their numbers, which travel on a side stream."""
 
     def __init__(self, ranks: Ranks, chunks: int) -> None:
         self.ranks, self.chunks = ranks, chunks
-        # High priority: numbers are exchanged by small kernels, which would wait for the last block of a cast to start.
+        # High priority, because small kernels exchange the numbers and must not wait for all blocks of a cast to start.
         self.side = torch.cuda.Stream(ranks.device, priority=-1) if ranks.device.type == "cuda" else None
         self._columns: dict[int, Tensor] = {}  # [ranks, 1], for each word that was ever sent
 
     def placement(self, ids: Tensor) -> Placement:
         """Returns the placement for ids [T, top_k]. Ids out of [0, num_experts) belong to no expert.
 
-        A placement has as many rows as any routing could need. Rows without a token come last, so a message can be
-        written before the host knows how many rows it sends.
+        A placement has rows for the largest possible routing. Rows without a token come last. So the message can be
+        written before the host knows the number of rows to send.
         """
         permutation, _, inverse, counts = _by_rank(ids, self.ranks)
         return Placement(permutation[: ids.shape[0] * min(ids.shape[1], self.ranks.size)], inverse, counts)
@@ -110,7 +110,7 @@ class ExactPlanner:
     def routes(
         self, placements: Sequence[Placement], computed: torch.cuda.Event | None, agreement: Agreement
     ) -> list[Route]:
-        """Waits for the numbers of all ranks. computed: an event of `now` after the placements.
+        """Waits for the numbers of all ranks. Returns routes. computed: an event of `now` after the placements.
 
         Raises:
             RuntimeError: on every rank, if any rank has an error or another agreement.
@@ -123,21 +123,21 @@ class ExactPlanner:
         ]
 
     def refuse(self) -> None:
-        """Reports to the other ranks, which wait for this one, that it raised an error and sends nothing."""
+        """Tells the other ranks, which wait for this rank, that it raised an error and sends nothing."""
         self.agree(None)
 
     def agree(self, agreement: Agreement | None) -> None:
-        """Raises on all ranks unless all have the same agreement. None means that this rank has an error."""
+        """Raises on all ranks unless all ranks have the same agreement. None means that this rank has an error."""
         with self._after(self.now()):
             nothing = torch.zeros(self.ranks.size, 2, dtype=torch.int64, device=self.ranks.device)
             self._exchange_sizes([nothing] * self.chunks, agreement)
 
     def now(self) -> torch.cuda.Event | None:
-        """An event at the end of the current stream."""
+        """Returns an event at the end of the current stream."""
         return None if self.side is None else torch.cuda.current_stream(self.ranks.device).record_event()
 
     def _after(self, event: torch.cuda.Event | None) -> AbstractContextManager:
-        """A context of the side stream, which waits for the event only."""
+        """A context on the side stream. The side stream waits for the event only."""
         if self.side is None:
             return nullcontext()
         self.side.wait_event(event)
@@ -149,7 +149,7 @@ class ExactPlanner:
         """Exchanges the counts [ranks, 2] of each chunk.
 
         Returns:
-            for each chunk: rows to send to each rank, and the rows and slots that each rank sends here.
+            for each chunk: the number of rows to send to each rank, and of rows and slots that each rank sends here.
         """
         group, ranks = self.ranks.group, self.ranks.size
         word = RAISED if agreement is None else agreement.word()
@@ -178,16 +178,16 @@ def _check_words(words: list[int], agreement: Agreement, group: dist.ProcessGrou
 
 
 class StaticPlanner:
-    """Sends the same number of rows to every rank: as many tokens as there is room for, then rows without a token.
+    """Sends the same number of rows to every rank: first tokens, as many as fit, then rows without a token.
 
-    The last row for each rank is a header, in both directions. It holds the number of the message, and no token.
+    In both directions, the last row for each rank is a header. It holds the number of the message instead of a token.
     """
 
     def __init__(self, ranks: Ranks, capacity: float, top_k: int) -> None:
         self.ranks, self.capacity, self.top_k = ranks, capacity, top_k
         self.left_out = torch.zeros(2, dtype=torch.int64, device=ranks.device)  # tokens, slots
-        # NEVER minus the number of the message in whose place another one arrived, by the rank that sent it; or 0.
-        # Among several such messages it is the one of the earliest call.
+        # For each sending rank: 0, or NEVER minus the number of the message that was expected when another arrived.
+        # If there are several, the message of the earliest call counts.
         self.mixed_up = torch.zeros(ranks.size, dtype=torch.int64, device=ranks.device)
 
     def placement(self, ids: Tensor) -> Placement:
@@ -206,7 +206,7 @@ class StaticPlanner:
         return Placement(indices, inverse, counts)
 
     def routes(self, placements: Sequence[Placement]) -> list[Route]:
-        for placement in placements:  # not in `placement`: a call that raises before it sends drops nothing
+        for placement in placements:  # counted here, because a call that raises before it sends drops nothing
             room = placement.indices.shape[0] // self.ranks.size - 1
             self.left_out[0].add_((placement.counts[:, 0] - room).clamp(min=0).sum())
         slots = [math.ceil(self.capacity * placement.inverse.shape[0] * self.top_k) for placement in placements]
@@ -214,7 +214,7 @@ class StaticPlanner:
         return [Route(part.indices, part.inverse, None, None, count, self.ranks.group) for part, count in parts]
 
     def write_headers(self, rows: Tensor, call: int, message: str, raised: bool = False) -> None:
-        """Writes the number of a message into the headers of its rows [S, ...]; its negative if this rank raised."""
+        """Writes the number of a message into the headers of its rows [S, ...]. It is negative if this rank raised."""
         if (headers := self._headers(rows)) is None:
             return
         number = -number_of(call, message) if raised else number_of(call, message)
@@ -225,8 +225,10 @@ class StaticPlanner:
             headers.copy_(numbers.view(torch.uint8))
 
     def check_headers(self, rows: Tensor, call: int, message: str) -> None:
-        """Raises on a CPU if another message arrived from any rank. On a GPU, where the host would have to wait for
-        that, the device records it."""
+        """Checks that the expected message arrived from every rank. A mismatch raises on a CPU.
+
+        On a GPU the host would have to wait, so the device only records the mismatch.
+        """
         if (headers := self._headers(rows)) is None:
             return
         number = number_of(call, message)
@@ -257,8 +259,8 @@ class StaticPlanner:
             calls: the number of calls that this rank has counted.
 
         Returns:
-            the message in whose place another one arrived on any rank since the last read, in words, or ""; then the
-            maximum and the minimum of the ranks' numbers of calls.
+            the name of an expected message in whose place another arrived, on any rank since the last read, or "";
+            then the maximum and the minimum of the ranks' numbers of calls.
         """
         found = torch.cat([self.mixed_up.amax(0, keepdim=True), self.mixed_up.new_tensor([calls, -calls])])
         self.mixed_up.zero_()
@@ -273,10 +275,10 @@ def _is_int32(headers: Tensor) -> bool:
 
 
 class CallMismatch(RuntimeError):
-    """Another message arrived. Every rank raises this, because every rank receives from every other rank.
+    """Another message than the expected one arrived. Every rank raises this, because all ranks exchange messages.
 
     Attributes:
-        latest: the latest call of any rank that is known here.
+        latest: the number of the latest call of any rank that this rank knows of.
     """
 
     def __init__(self, call: int, message: str, others: list[int], group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Rows between ranks through torch's symmetric memory. The device alone knows how many there are; the host never waits.
+"""Exchange of rows through torch's symmetric memory. Only the device knows their number, so the host never waits.
 
 The all-to-all is torch's, over NVSHMEM: `torch.ops.symm_mem.all_to_all_vdev_2d`, and `all_to_all_vdev_2d_offset` back.
 """
@@ -16,7 +16,7 @@ from moe_fp8_ext.ops.checks import fail
 class SymmetricRows:
     """Moves at most `slots` rows of each rank, sorted by expert, to the ranks of these experts, and back.
 
-    The first rows of a dtype and width allocate buffers with room for every routing, which all ranks must do together.
+    The first call for a dtype and width allocates buffers with room for every routing. All ranks must make it together.
     """
 
     def __init__(self, group: dist.ProcessGroup, slots: int, num_experts: int, device: torch.device | str) -> None:
@@ -33,11 +33,11 @@ class SymmetricRows:
         self._sets: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
 
     def to_experts(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Sends rows of which each of all experts gets counts [num_experts] int64.
+        """Sends rows to the experts of all ranks. counts [num_experts] int64: the number of rows for each expert.
 
         Returns:
-            received rows [N, ...], sorted by expert and rank, and their places [2, num_experts] int64, by expert of
-            this rank and rank: counts and first rows. Contents of other rows are undefined.
+            received rows [N, ...], sorted by expert and rank; and places [2, num_experts] int64, the counts and first
+            rows for each expert of this rank and each rank. Contents of other rows are undefined.
         """
         of_tokens, of_experts, sent, places, _ = self._turn(rows)
         of_tokens[: rows.shape[0]].copy_(rows)
@@ -45,7 +45,7 @@ class SymmetricRows:
         return of_experts.clone(), places.clone()
 
     def to_tokens(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Returns rows [N, ...] to the ranks that sent them, in the order in which these were sent."""
+        """Sends rows [N, ...] back to their ranks. Returns this rank's rows in the order of the first sending."""
         of_tokens, of_experts, _, received, back = self._turn(rows)
         self.memory.combine(of_experts.copy_(rows), of_tokens, received.copy_(places), back, self.group.group_name)
         return of_tokens.clone()
@@ -59,10 +59,10 @@ class SymmetricRows:
         return torch.where(row < end[expert], expert, -1).int()
 
     def _turn(self, rows: Tensor) -> list[Tensor]:
-        """Returns symmetric memory for rows like these: of tokens, of experts, counts, and places twice.
+        """Returns symmetric memory for rows like these: rows of tokens, rows of experts, counts, and places twice.
 
-        Two sets take turns. No rank leaves an op before all ranks have entered it. So when this rank has left an op, no
-        rank reads or writes the set of the op before.
+        There are two sets, used alternately. No rank leaves an op before all ranks have entered it. So when this rank
+        has left an op, no rank reads or writes the set of the previous op.
         """
         key = rows.dtype, rows.shape[1]
         if key not in self._sets:

@@ -1,4 +1,4 @@
-"""Makes the experts of an existing model compute by a recipe, by replacing one attribute of each module."""
+"""Makes the experts of an existing model compute by a recipe. It replaces one attribute of each module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAY_OUT = "let convert_ run first, or use experts_implementation of Transformer
 
 
 class _Swap(NamedTuple):
-    """The replaced attribute of a module. It is stored on the module, so that copies of the module can be reverted."""
+    """The replaced attribute of a module. The module stores it, so copies of the module can be reverted too."""
 
     attribute: str
     value: object
@@ -37,7 +37,7 @@ class _Kind(NamedTuple):
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
-    """Whether `use_experts_implementation` wrote the forward of the module's class. Any package may have the class."""
+    """Whether `use_experts_implementation` wrote the forward of the module's class. The class may be of any package."""
     forward = getattr(type(module), "forward", None)
     return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
 
@@ -90,19 +90,19 @@ class Converted(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A module that looks like experts, and was not converted."""
+    """A module that may be experts, and that `convert_` left as it was."""
 
     name: str
     why: str
 
 
 class Report(NamedTuple):
-    """What `convert_` did to a model. Prints as a table.
+    """The result of `convert_`. Prints as a table.
 
     Attributes:
-        converted: the modules that compute by the recipe now: qualified name, kind, recipe. The kind is the package of
+        converted: the modules that now compute by the recipe: qualified name, kind, recipe. The kind is the package of
             the experts, or "FP8 checkpoint".
-        left: the modules that look like experts and were not converted: qualified name, and why.
+        left: other modules that may be experts: qualified name, and why `convert_` left the module as it was.
     """
 
     converted: tuple[Converted, ...]
@@ -126,8 +126,9 @@ class Fp8Report(NamedTuple):
     """Which experts of a model compute by a recipe. Prints as a table.
 
     Attributes:
-        running: the modules that do: qualified name, package of the experts, recipe, and a note, which may be empty.
-        others: the modules that may be experts too and do not: qualified name, and why.
+        running: the modules that compute by a recipe: qualified name, package of the experts, recipe, and a note, which
+            may be empty.
+        others: other modules that may be experts: qualified name, and why the module has no recipe.
     """
 
     running: tuple[Running, ...]
@@ -153,30 +154,35 @@ def convert_(
 ) -> Report:
     """Makes the experts of a model compute by a recipe, in place.
 
-    It knows the experts that Transformers marks with `use_experts_implementation`, whatever their config says;
-    torchtitan's GroupedExperts and GroupedLinear; and `Experts`. An `Experts` with an ep can only get the ep's recipe,
-    and experts of an FP8 checkpoint only recipe "blockwise".
+    `convert_` knows these experts:
 
-    One attribute of such a module changes: its forward, or what its forward reads. Classes, parameters, their names and
-    hooks stay as they are. So `fully_shard` and accelerate's `dispatch_model` and `cpu_offload` may come before or
-    after, and checkpoints, copies and torch.compile work as before. Other code that replaces a forward itself, as plans
-    of tensor and expert parallelism do, must run after `convert_`. If you call `convert_` again, the last recipe
-    counts.
+    - experts that Transformers marks with `use_experts_implementation`, with any experts_implementation. Experts of an
+      FP8 checkpoint only take recipe "blockwise",
+    - torchtitan's GroupedExperts and GroupedLinear,
+    - `Experts`. An `Experts` with an ep only takes the ep's recipe.
 
-    Adapters of PEFT on parameters of converted experts (`target_parameters`) are taken as factors: no W + B A is
-    computed. The forward of PEFT's wrappers changes for that. So call `convert_` after `get_peft_model`.
+    `convert_` replaces one attribute of such a module: its forward, or an attribute that its forward reads. Classes,
+    parameters, their names and hooks do not change. So `fully_shard` and accelerate's `dispatch_model` and
+    `cpu_offload` may come before or after `convert_`. Checkpoints, copies and torch.compile work as before. Other code
+    that replaces a forward, such as plans of tensor and expert parallelism, must run after `convert_`. If you call
+    `convert_` again, the last recipe counts.
+
+    If PEFT has put adapters on parameters of the experts (`target_parameters`), converted experts multiply by their
+    factors, and never compute W + B A. For this, `convert_` also replaces the forward of PEFT's wrappers. So call
+    `convert_` after `get_peft_model`.
 
     Args:
         model: the model, or the experts themselves.
         recipe: as in `grouped_mm`.
-        filter: takes a qualified name and a module, and says whether to convert the module. None converts all.
+        filter: a function of a qualified name and a module. It returns whether to convert the module. None converts
+            all modules.
 
     Returns:
-        the report, which prints as a table.
+        a `Report`, which prints as a table.
 
     Raises:
         ValueError, TypeError: the model has nothing to convert, no recipe of that name exists, or an argument is not as
-            above. Nothing has changed then.
+            above. The model is then unchanged.
 
     Source: DESIGN.md section 6.
     """
@@ -210,12 +216,12 @@ def convert_(
 
 
 def revert_(model: nn.Module) -> None:
-    """Undoes `convert_`: every module gets back what it had before its first `convert_`.
+    """Undoes `convert_`: restores the attribute that every module had before its first `convert_`.
 
     A model without converted modules stays as it is.
 
     Raises:
-        RuntimeError: something else has replaced what `convert_` put on a module. Nothing has changed then.
+        RuntimeError: other code has replaced an attribute that `convert_` had set. The model is then unchanged.
         TypeError: model is no module.
 
     Source: DESIGN.md section 6.
@@ -233,11 +239,14 @@ def revert_(model: nn.Module) -> None:
 
 
 def fp8_report(model: nn.Module) -> Fp8Report:
-    """Says which experts of a model compute by a recipe of this package, and which do not and why.
+    """Reports which experts of a model compute by a recipe of this package, and why other experts do not.
 
-    It changes nothing. It knows the experts that `convert_` knows, whether `convert_`, `experts_implementation`, a plan
-    of expert parallelism or an override of torchtitan gave them their recipe. All other modules, such as attention and
-    dense layers, compute as they always do.
+    The model does not change. `fp8_report` knows the same experts as `convert_`. Their recipe may come from `convert_`,
+    `experts_implementation`, a plan of expert parallelism or an override of torchtitan. The report leaves out all other
+    modules, such as attention and dense layers.
+
+    Returns:
+        an `Fp8Report`, which prints as a table.
 
     Raises:
         TypeError: model is no module.
@@ -282,14 +291,14 @@ def _new_swap(module: nn.Module, attribute: str, value: object) -> _Swap:
 
 
 def _swaps_of_adapters(model: nn.Module, converted: list[nn.Module]) -> list[tuple[nn.Module, _Swap]]:
-    """Returns the swaps that let PEFT's wrappers of parameters hand adapters to converted experts, as factors."""
+    """Returns the swaps of PEFT's wrappers, which then pass their adapters to converted experts as factors."""
     experts = {id(module) for module in converted}
     wrappers = [module for module in model.modules() if id(peft.wrapped(module)) in experts]
     return [(wrapper, _new_swap(wrapper, *peft.replacement(wrapper))) for wrapper in wrappers]
 
 
 def _swap_of(module: nn.Module) -> _Swap | None:
-    """Returns what the last `convert_` replaced on a module, if it is still there."""
+    """Returns the swap of the last `convert_` on a module, or None. Raises if the attribute has changed since."""
     attributes = vars(module)
     swap = attributes.get(_SWAP)
     if swap is not None:
@@ -301,7 +310,7 @@ def _swap_of(module: nn.Module) -> _Swap | None:
 def _place(module: nn.Module, attribute: str) -> str:
     """Returns the name under which a module has an attribute.
 
-    A hook of accelerate replaces the forward of a module, and calls the forward that it found under another name.
+    A hook of accelerate replaces the forward of a module. The hook stores the earlier forward as _old_forward.
     """
     is_hooked = attribute == "forward" and {"_hf_hook", "_old_forward"} <= vars(module).keys()
     return "_old_forward" if is_hooked else attribute

@@ -1,6 +1,6 @@
 """Writes a model of Hugging Face Transformers as an FP8 checkpoint, with the bytes that training multiplied.
 
-Published FP8 checkpoints have the same format: E4M3 values, and a scale `weight_scale_inv` for 128 x 128 values.
+The files have the format of published FP8 checkpoints: E4M3 values, with one `weight_scale_inv` per 128 x 128 values.
 """
 
 from __future__ import annotations
@@ -54,30 +54,30 @@ def export_fp8(
     `experts.0.gate_proj.weight` and `experts.0.gate_proj.weight_scale_inv`. Transformers, vLLM and SGLang read this
     layout.
 
-    The weights of experts are quantized as recipe "blockwise" quantizes them for every product. Weights that are FP8
-    already keep their bytes and scales. Everything else is written as it is: routers, embeddings, norms, heads and,
-    unless `linears` is set, the linear layers.
+    Weights of experts get the bytes that recipe "blockwise" multiplies. Weights that are already in FP8 keep their
+    bytes and scales. All other tensors are written without a change: routers, embeddings, norms, heads and, unless
+    `linears` is set, linear layers.
 
-    Next to the model, its device needs memory for one weight in FP8, and with `merge_adapters` for a copy of one module
-    with adapters. The host needs memory for one file. Files are written into a temporary folder next to `folder`, which
-    takes the place of `folder` at the end.
+    The model's device needs extra memory for one weight in FP8. With `merge_adapters` it also needs memory for a copy
+    of one module with adapters. The host needs memory for one file. Files are first written into a temporary folder
+    next to `folder`. At the end the temporary folder replaces `folder`.
 
     Args:
-        model: a model of Transformers, or a PeftModel around one. Every weight must be there, on any device.
+        model: a model of Transformers, or a PeftModel around one. Weights may be on any device except meta.
         folder: a folder that does not exist yet or is empty.
-        recipe: "blockwise" or a `Recipe` of this format, whose rounding is used. With rounding "pow2", the config has
-            `scale_fmt="ue8m0"`. None is the rounding of the model's own FP8 weights or, without such weights, "exact".
+        recipe: "blockwise" or a `Recipe` of this format. Only its rounding has an effect. With rounding "pow2", the
+            config says `scale_fmt="ue8m0"`. None: the rounding of the model's own FP8 weights, or "exact" if the model
+            has none.
         linears: also quantize the linear layers of attention, dense MLPs and shared experts, as published checkpoints
-            do. If one linear layer of a parent module cannot be quantized, no linear layer of that parent is quantized.
-            Linear layers next to experts, such as routers, and layers of the model itself, such as heads, stay as they
-            are.
+            do. If one linear layer of a parent module cannot be quantized, no layer of that parent is quantized. Linear
+            layers next to experts, such as routers, and layers of the model itself, such as heads, are not quantized.
         merge_adapters: write the weights with the active adapters of PEFT merged, as `merge_and_unload` merges them.
             The model keeps its adapters. An FP8 weight with an adapter is merged in float32 and quantized again.
-        max_shard_bytes: largest size of a file, as far as tensors allow.
+        max_shard_bytes: maximum size of a file. A larger tensor has a file of its own.
 
     Raises:
-        RuntimeError: the model has no such checkpoint, or the folder is not empty; the text says why. Nothing has been
-            written then.
+        RuntimeError: the model cannot be written in this format, or the folder is not empty; the text says why. No file
+            has been written then.
         ValueError, TypeError: an argument is not as above.
         ImportError: Transformers or safetensors is missing.
 
@@ -106,18 +106,18 @@ def fp8_state(
     linears: bool = False,
     merge_adapters: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the names and tensors that `export_fp8` would write, for example for a running inference engine.
+    """Yields the tensors that `export_fp8` writes, with their names, for a running inference engine.
 
         engine.load_weights(moe_fp8_ext.fp8_state(model))
 
     Tensors are made one weight at a time, on the device of the model's weights. Tensors that are not quantized share
-    the model's memory: copy them if you need their values after the next optimizer step.
+    the model's memory: copy a tensor that must outlive the next optimizer step.
 
     Args:
         model, recipe, linears, merge_adapters: as in `export_fp8`.
 
     Returns:
-        an iterator over names and tensors. The call itself checks the model, before the iterator starts.
+        an iterator over names and tensors. The call itself checks the model, before the first tensor.
 
     Raises:
         RuntimeError, ValueError, TypeError, ImportError: as in `export_fp8`.
@@ -128,7 +128,7 @@ def fp8_state(
 
 
 class _Plan:
-    """What becomes of every tensor of a model. The constructor checks all of them and computes none.
+    """The checkpoint's format for every tensor of a model. The constructor checks all tensors and computes none.
 
     Attributes:
         model: the model of Transformers, inside of a PeftModel.
@@ -379,7 +379,7 @@ class _CheckpointNames:
 
 
 def _quantize(w: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
-    """Quantizes weights [E, N, K], a few experts at a time: blocks of one expert know nothing of others."""
+    """Quantizes weights [E, N, K], a few experts at a time, because experts share no blocks."""
     q = torch.empty_like(w, dtype=_FP8, memory_format=torch.contiguous_format)
     scale = torch.empty(_blocks(w), device=w.device)
     step, how = max(1, _CHUNK // max(1, w[0].numel())), dict(dtype=_FP8, rounding=rounding, directions="rows")
@@ -413,7 +413,7 @@ def _write_config(plan: _Plan, folder: Path) -> None:
 
 
 def _write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:
-    """Writes files of safetensors as they fill up. How many there are, and so their names, is known at the end."""
+    """Writes safetensors files as they fill up. Their names contain the number of files, so they come at the end."""
     from safetensors.torch import save_file
 
     files, sizes = [{}], {}
@@ -524,7 +524,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _stays_a_matrix(module: nn.Module) -> bool:
-    """Whether a loader that takes every linear layer for FP8 has to be told that this one is not."""
+    """Whether a module has a matrix that loaders would take for FP8 unless the config names the module."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() > 1 and not isinstance(module, nn.Embedding)
 

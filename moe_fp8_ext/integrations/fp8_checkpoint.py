@@ -96,7 +96,7 @@ _FROM_E8M0 = "_moe_fp8_ext_from_e8m0"
 
 
 def mark_as_dequantized(module: nn.Module) -> None:
-    """Marks experts whose weights were dequantized, with scales that are powers of two."""
+    """Marks experts whose weights were dequantized from scales that are powers of two."""
     setattr(module, _FROM_E8M0, True)
 
 
@@ -180,7 +180,7 @@ def _scales(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_plain(op: str, name: str, old: nn.Module, new: nn.Module) -> None:
-    """Checks that the weights of a module fit into the same module of the model without quantization."""
+    """Checks that a module's weights fit into the corresponding module of the model without quantization."""
     for weight, scale in _scales(old).items():
         q, there = getattr(old, weight), getattr(new, weight, None)
         rows = q if q.dim() == 3 else q[None]
@@ -196,7 +196,7 @@ def _check_plain(op: str, name: str, old: nn.Module, new: nn.Module) -> None:
 
 
 def _move_weights(old: nn.Module, new: nn.Module, dtype: torch.dtype) -> None:
-    """Moves all parameters of a module to another, its FP8 weights as weights of a dtype. Frees each of them."""
+    """Moves all parameters of a module to another module. Converts FP8 weights to a dtype, and frees each of them."""
     if hasattr(old, "config"):
         new.config = old.config
     scales = _scales(old)

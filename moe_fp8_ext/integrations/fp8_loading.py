@@ -1,4 +1,4 @@
-"""What happens while Transformers loads an FP8 checkpoint, once this package is registered."""
+"""Hooks into Transformers' loading of FP8 checkpoints, which `transformers.register` installs."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def _recipe(experts: nn.Module, interface: dict[str, object]) -> Recipe | None:
 
 
 def _check_scales(files: Iterable[str]) -> None:
-    """Refuses a checkpoint in which an FP8 weight of experts has no scales. Reads names alone.
+    """Raises if an FP8 weight of experts has no scales in a checkpoint. Reads only names.
 
-    Transformers would load such a checkpoint, with scales of any content.
+    Transformers would load such a checkpoint with uninitialized scales.
     """
     dtypes = dtypes_of(files)
     weights = {name for name, dtype in dtypes.items() if dtype == "F8_E4M3" and ".experts." in name}

@@ -1,11 +1,11 @@
-"""Lets the routed experts of Megatron-Core compute by `experts_of_groups`.
+"""Routed experts for Megatron-Core that compute by `experts_of_groups`.
 
     layer_spec = convert(get_gpt_layer_with_transformer_engine_spec(num_experts=128), "rowwise")
     submodules = MoESubmodules(experts=spec("rowwise"))
     pretrain_gpt.py --spec moe_fp8_ext.integrations.megatron rowwise
 
-Routers, dispatchers and shared experts stay Megatron's own. Checkpoints have the names and shapes of SequentialMLP and
-TEGroupedMLP. All three load each other's.
+Megatron's own routers, dispatchers and shared experts stay in use. Checkpoints have the names and shapes of
+SequentialMLP and TEGroupedMLP. Each of the three classes loads checkpoints of the other two.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def spec(recipe: str | Recipe = "rowwise", *, keep: str = "fp8", main_grad: bool
     Args:
         recipe, keep: as in `experts_of_groups`.
         main_grad: whether backward adds gradients of weights to the main gradients of Megatron's DDP, in float32. None
-            means config.gradient_accumulation_fusion. That option needs APEX or TransformerEngine, while True needs
-            neither.
+            follows config.gradient_accumulation_fusion, an option that needs APEX or TransformerEngine. True needs
+            neither package.
 
     Raises:
-        ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
+        ValueError, TypeError: no recipe of that name exists, or recipe is neither a name nor a `Recipe`.
         RuntimeError: keep is neither "fp8" nor "bf16", or main_grad is neither a bool nor None.
     """
     get_recipe(recipe, _HERE)
@@ -79,11 +79,13 @@ def spec(recipe: str | Recipe = "rowwise", *, keep: str = "fp8", main_grad: bool
 
 
 def convert(layer_spec: object, recipe: str | Recipe = "rowwise", **options: object) -> object:
-    """Returns a copy of a spec whose MoE layers have the experts of `spec(recipe, **options)`.
+    """Returns a copy of a spec in which MoE layers have the experts of `spec(recipe, **options)`.
 
     Args:
-        layer_spec: the spec of a layer or of a block, or a list of specs. At least one must describe an MoE layer. For
-            NeMo and Megatron Bridge, a function that returns such a spec: the result is then a function too.
+        layer_spec: the spec of a layer or of a block, or a list of specs. At least one layer must be an MoE layer. For
+            NeMo and Megatron Bridge, layer_spec may also be a function that returns such a spec. The result is then a
+            function too.
+        recipe, options: as in `spec`.
 
     Raises:
         TypeError: no MoE layer was found.
@@ -168,11 +170,11 @@ class MoeFp8GroupedMLP(MegatronModule):
 
         Args:
             permuted_local_hidden_states: [P, D], sorted by expert.
-            tokens_per_expert: [E] of an integer dtype, on the host or on the device. Nothing waits for it.
+            tokens_per_expert: [E] of an integer dtype, on the host or on the device. The host does not wait for it.
             permuted_probs: [P].
 
         Returns:
-            out [P, D], and None: biases are added already.
+            out [P, D] with biases added, and None.
 
         Errors of forward and backward get a note that names the layer, the rank and its experts.
         """
@@ -198,7 +200,7 @@ class MoeFp8GroupedMLP(MegatronModule):
             raise
 
     def _note(self, call: str, error: Exception) -> None:
-        """Says in an error where it was raised. Megatron does not tell experts their layer, so it is looked for."""
+        """Adds the layer and the rank to an error. Experts do not know their layer, so this searches for the layer."""
         every = (thing for thing in gc.get_objects() if issubclass(type(thing), BaseMoELayer))
         number = next((layer.layer_number for layer in every if layer.experts is self), None)
         layer = "a layer without a number" if number is None else f"layer {number}"
@@ -215,14 +217,14 @@ class MoeFp8GroupedMLP(MegatronModule):
         return getattr(weight, "main_grad", None) if self.adds_to_main_grad and needs_gradient(weight) else None
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
-        """Megatron's DDP registers a hook for each weight here if gradients are delayed."""
+        """Registers a hook of a weight. Megatron's DDP calls this if gradients are delayed."""
         self.hooks_of_ddp.append(hook)
 
     def backward_dw(self) -> None:
-        """Computes delayed gradients of weights of the oldest backward that waits. Else does nothing.
+        """Computes the delayed weight gradients of the oldest waiting backward. Without delays it does nothing.
 
         Raises:
-            RuntimeError: no backward waits, or DDP does not know that gradients are delayed.
+            RuntimeError: no backward waits, or delay_wgrad_compute of DDP's config is False.
         """
         if self.delayed is None:
             return
@@ -251,8 +253,8 @@ def group_ends(counts: Tensor, device: torch.device, capturing: bool) -> Tensor:
 
     Args:
         counts: rows of each group, on the host or on the device.
-        capturing: whether a CUDA graph is captured. Its replays would read counts on the host again, from memory that
-            is freed by then. So these must be constant: all equal, as capacity makes them.
+        capturing: whether a CUDA graph is captured. A replay would read counts on the host again, from memory that has
+            been freed. So counts on the host must be constants: all equal, as with a capacity.
     """
     if not capturing or counts.is_cuda:
         return counts.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)
@@ -273,7 +275,7 @@ def _rename_sequential(_module: MegatronModule, state_dict: dict, prefix: str, *
 class _Layer(BaseTransformerLayer):
     """Builds the layer that Megatron builds without `--spec`, with experts of this package.
 
-    `--spec` names an object of a module, so this one has to ask the config for what it is otherwise told.
+    `--spec` passes no arguments to the object that it names. So this class builds the layer's spec from the config.
     """
 
     def __new__(cls, config, layer_number=1, pg_collection=None, vp_stage=None, recipe="rowwise", **rest):

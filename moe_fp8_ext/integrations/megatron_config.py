@@ -1,4 +1,4 @@
-"""What the experts of `megatron.py` ask of Megatron's config, and what they refuse."""
+"""Checks of Megatron's config for the experts of `megatron.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ACTIVATIONS = {
 
 
 def checked(config: TransformerConfig, ranks: Ranks) -> str:
-    """Refuses what these experts do not do. Returns the name of the activation."""
+    """Raises for options that these experts do not support. Returns the name of the activation."""
     for name in ("fp8", "fp4"):
         got = getattr(config, name)
         text = f"config.{name} must be None, because these experts quantize by their own recipe, got {got!r}"
@@ -73,10 +73,10 @@ def _check_graphs(config: TransformerConfig) -> None:
 
 
 def _in_graph(impl: str, scopes: set[str], is_hybrid: bool) -> bool:
-    """Whether experts are in CUDA graphs, as 0.16.1 builds them.
+    """Whether CUDA graphs of megatron-core 0.16.1 contain the experts.
 
-    The local implementation captures a whole GPT layer for the scope "attn" too. In a hybrid model attention is a layer
-    of its own.
+    The local implementation captures a whole GPT layer for the scope "attn" too. In a hybrid model, attention is a
+    separate layer.
     """
     if impl == "none":
         return False

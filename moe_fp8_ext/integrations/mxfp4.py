@@ -23,13 +23,13 @@ _PROJECTIONS = "gate_up_proj", "down_proj"
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[Quantized, Tensor]:
-    """Brings MXFP4 weights into format "blockwise", one expert after the other.
+    """Converts MXFP4 weights to format "blockwise", one expert after the other.
 
-    An MXFP4 value is an E2M1 number times a power of two that 32 values along K share. Here 128 x 128 values share one
-    scale, the power of two with which their largest is at most 448. E4M3 has room for the difference: a value of
-    another MXFP4 block stays exact if its scale is at most 2^14 times smaller than the largest of the 128 x 128 values.
-    Others are rounded to the nearest E4M3 number. The transpose has the same bytes, so backward multiplies the same
-    values.
+    An MXFP4 value is an E2M1 number times a power of two that 32 values along K share. In "blockwise", 128 x 128 values
+    share one scale: the smallest power of two that brings their largest value to at most 448. E4M3 has a wider range
+    than E2M1. So a value stays exact if the scale of its MXFP4 block is at most 2^14 times smaller than the largest of
+    the 128 x 128 values. Other values are rounded to the nearest E4M3 number. The transpose has the same bytes, so
+    backward multiplies the same values.
 
     Args:
         blocks: [E, N, K / 32, 16] uint8. A byte holds two E2M1 numbers, the first of them in its low bits.
@@ -69,12 +69,12 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[Quantized, Tensor]:
 def load_mxfp4(folder: str, **options: object) -> PreTrainedModel:
     """Loads GPT-OSS from its MXFP4 checkpoint with frozen experts in FP8, by `from_mxfp4`, and everything else trained.
 
-    Weights of experts take one byte an element. While a weight is loaded, one of its experts is in memory in float32,
-    and nothing else of it but bytes. If values had to be rounded, a warning says how many. The implementation of
-    experts is "moe_fp8_blockwise", so call `register()` first. The model cannot be saved; adapters of it can.
+    Weights of experts take one byte per element. While a weight is loaded, only one of its experts is in memory in
+    float32. If values had to be rounded, a warning says how many. The implementation of experts is
+    "moe_fp8_blockwise", so call `register()` first. The model cannot be saved, but its adapters can.
 
     Args:
-        folder: a folder or a name of the hub, as `from_pretrained` takes it.
+        folder: a folder or a name of the hub, as in `from_pretrained`.
         options: further arguments of `AutoModelForCausalLM.from_pretrained`, such as device_map.
 
     Raises:

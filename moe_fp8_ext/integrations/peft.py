@@ -1,10 +1,10 @@
-"""Takes LoRA adapters of Hugging Face PEFT on weights of experts (`target_parameters`) as their factors A and B.
+"""Reads the factors A and B of LoRA adapters of Hugging Face PEFT on weights of experts (`target_parameters`).
 
-PEFT gives a module W + scaling * B A in place of W, for the time of a call. It does so by a parametrization of the
-module, which has the factors. `adapter` reads them there. But PEFT computes W + B A once a call, to check the
-parametrization, and has no factors for several adapters or for weights in FP8. `convert_` therefore replaces the
-forward of PEFT's wrapper by one that hands over the factors without a parametrization. PEFT is not imported: its
-objects are recognized by their attributes.
+During a call, PEFT puts a parametrization on the module, which turns W into W + scaling * B A. `adapter` reads A and B
+from that parametrization. But PEFT still computes W + B A once per call, to check the parametrization. For several
+adapters, and for weights in FP8, a parametrization has no factors. So `convert_` replaces the forward of PEFT's
+wrapper. The new forward passes the factors without a parametrization. PEFT is not imported: attributes identify its
+objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HANDED = "_moe_fp8_ext_adapters"  # an attribute of experts during a call: adap
 
 
 def adapter(module: nn.Module, name: str) -> LoRA | None:
-    """Returns the adapter that PEFT adds to a weight of experts in this call. `weight` returns what it is added to."""
+    """Returns the adapter that PEFT adds to a weight of experts in this call. `weight` returns the bare weight."""
     handed = vars(module).get(_HANDED, {}).pop(name, None)
     changes = _changes(module, name)
     if handed is not None or not _are_factors(changes):
@@ -37,7 +37,7 @@ def adapter(module: nn.Module, name: str) -> LoRA | None:
 def weight(module: nn.Module, name: str) -> Tensor:
     """Returns a weight of experts without the adapter of `adapter`.
 
-    If adapters are no factors, the weight is the one that PEFT computes, with a warning.
+    If `adapter` cannot return the adapters as factors, this returns the weight that PEFT computes, and warns.
 
     Raises:
         RuntimeError: PEFT would add adapters to FP8 values without their scales.
@@ -57,12 +57,12 @@ def weight(module: nn.Module, name: str) -> Tensor:
 
 
 def stored(module: nn.Module, name: str) -> Tensor | None:
-    """Returns a parameter of a module without what parametrizations make of it, or None if there is no such name."""
+    """Returns a parameter of a module without its parametrizations, or None if the module has no such parameter."""
     return module.parametrizations[name].original if _changes(module, name) else getattr(module, name, None)
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
-    """Returns the experts whose parameter a module of PEFT wraps, or None. Wrappers are nested, one a parameter."""
+    """Returns the experts inside a wrapper of PEFT, or None. Wrappers are nested, one for each parameter."""
     return module.get_base_layer() if type(module).__name__ == "ParamWrapper" and _is_of_peft(module) else None
 
 
@@ -72,7 +72,7 @@ def replacement(wrapper: nn.Module) -> tuple[str, object]:
 
 
 def _forward(wrapper: nn.Module, *args: object, **kwargs: object) -> object:
-    """The forward of PEFT's wrapper, which hands its adapters to the experts as factors where it can."""
+    """The forward of PEFT's wrapper. If possible, it passes the adapters to the experts as factors."""
     lora = None if "adapter_names" in kwargs else _active(wrapper)
     if lora is None:
         return type(wrapper).forward(wrapper, *args, **kwargs)
@@ -97,7 +97,7 @@ def _active(wrapper: nn.Module) -> LoRA | None:
 
 
 def _is_plain(wrapper: nn.Module, name: str) -> bool:
-    """Whether an adapter is B A alone. PEFT 0.21 has no other on a parameter."""
+    """Whether an adapter is plain LoRA, B A. On a parameter, PEFT 0.21 has no other kind."""
     has_more = wrapper.lora_variant.get(name) is not None or wrapper.lora_bias.get(name, False)
     return not has_more and type(wrapper.lora_dropout[name]) is nn.Identity
 

@@ -1,11 +1,11 @@
-"""Lets torchtitan's routed experts use `grouped_mm`, through torchtitan's own override mechanism.
+"""Makes torchtitan's routed experts use `grouped_mm`, through torchtitan's own override mechanism.
 
     --override.imports moe_fp8_ext.integrations.torchtitan.moe_fp8
     --override.imports 'moe_fp8_ext.integrations.torchtitan.moe_fp8={"recipe": "blockwise"}'
     config = apply_transforms(config, [MoeFp8Transform(recipe="blockwise")])  # of torchtitan's main branch
 
-The override and the transform replace configs before a module is built. The new class replaces only `_grouped_mm`.
-Parameters, their names, initial values and shardings stay torchtitan's.
+Overrides and transforms replace configs before a module is built. The new class only replaces the method `_grouped_mm`
+of torchtitan's class. Parameters, their names, initial values and shardings are torchtitan's.
 """
 
 import functools
@@ -86,7 +86,7 @@ def replacement(module: Module, recipe: Recipe) -> tuple[str, object]:
 
 
 def runs(module: Module) -> tuple[Recipe | None, str]:
-    """Returns the recipe by which experts compute, and a note; or None, and why it is none."""
+    """Returns the recipe by which experts compute, and a note; or None, and the reason why they have no recipe."""
     if isinstance(module, _MoeFp8):
         return module.recipe, ""
     product = vars(module).get(_METHOD)
@@ -152,11 +152,10 @@ def _config(owner: type, values: dict[str, object]) -> object:
 
 @override(target=_Target.Config, description="Grouped matmuls of routed experts by moe_fp8_ext.")
 def moe_fp8(config: _Target.Config, *, recipe: str | Recipe = "rowwise") -> _Target.Config:
-    """Returns the config of the same experts that compute by a recipe of `moe_fp8_ext.grouped_mm`.
+    """Returns a config of the same experts, which then compute by a recipe of `moe_fp8_ext.grouped_mm`.
 
     Raises:
-        TypeError: `_grouped_mm` takes arguments that no known version of torchtitan passes, or is no longer
-            torchtitan's own.
+        TypeError: `_grouped_mm` has arguments that no known version of torchtitan has, or other code has replaced it.
         ValueError: no recipe of that name exists.
     """
     get_recipe(recipe)
@@ -173,7 +172,7 @@ class MoeFp8Transform(ModelConfigTransform):
     recipe: str | Recipe = "rowwise"
 
     def transform(self, model: object, *, context: object = None) -> object:
-        """Replaces the config of every grouped matmul of routed experts. Returns the root.
+        """Replaces the config of every grouped matmul of routed experts. Returns the root config.
 
         Raises:
             TypeError, ValueError: as `moe_fp8`.

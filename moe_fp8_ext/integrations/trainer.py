@@ -19,16 +19,16 @@ class StatsCallback(TrainerCallback):
 
         trainer.add_callback(StatsCallback(trainer, every=100))
 
-    `trainer.log` gets them as "fp8/<operand>/<statistic>", "fp8/product_sqnr" and "fp8/load": the smallest `sqnr`,
-    `product_sqnr` and `limit`, and the largest of everything else. So they are in `trainer.state.log_history` and in
-    every report. Values of single layers are in `callback.stats` and, with a writer, in TensorBoard. A step is one of
-    the optimizer; with gradient accumulation its last micro-batch is measured. Each rank measures its own tokens, and
-    Trainer reports the values of rank 0.
+    `trainer.log` gets the values as "fp8/<operand>/<statistic>", "fp8/product_sqnr" and "fp8/load": the smallest
+    `sqnr`, `product_sqnr` and `limit`, and the largest value of all other statistics. `trainer.state.log_history` and
+    every report then have them too. `callback.stats` has the values of single layers. With a writer, TensorBoard has
+    them as well. A step is an optimizer step. With gradient accumulation, its last micro-batch is measured. Each rank
+    measures its own tokens, and Trainer reports the values of rank 0.
 
     Args:
         trainer: the Trainer whose model is measured.
         every: as in `moe_fp8_ext.stats`.
-        writer: an object with add_scalar(name, number, step), which gets the values of every layer.
+        writer: an object with add_scalar(name, number, step). It gets the values of every layer.
     """
 
     def __init__(self, trainer: Trainer, every: int = 100, writer: object | None = None) -> None:
@@ -55,22 +55,22 @@ class StatsCallback(TrainerCallback):
 
 
 class SpeedCallback(TrainerCallback):
-    """Logs how fast a Trainer trains, and how much memory that takes.
+    """Logs the speed and the peak memory of a Trainer's training.
 
         trainer.add_callback(SpeedCallback(trainer, every=10))
 
-    `trainer.log` gets these numbers of this rank, every `every` optimizer steps:
+    Once in `every` optimizer steps, `trainer.log` gets these numbers of this rank:
 
     - "speed/tokens_per_second": elements of `input_ids`, padding included.
-    - "speed/flops_per_second": operations of forward and backward, also of a forward that checkpointing repeats.
-      `FlopCounterMode` counts the first optimizer step; other steps count as many for each token. It may miss graphs of
-      torch.compile. The number is left out if the first step has none.
+    - "speed/flops_per_second": operations of forward and backward, including a forward that checkpointing repeats.
+      `FlopCounterMode` counts the operations of the first optimizer step. Later steps count the same number per token.
+      The counter may miss graphs of torch.compile. If it counts nothing, the number is left out.
     - "speed/mfu": flops_per_second / peak_flops, if peak_flops is given.
-    - "speed/peak_memory": the most bytes that tensors had on the GPU since the last log; not on a CPU.
+    - "speed/peak_memory": the peak of bytes that tensors had on the GPU since the last log; not on a CPU.
 
-    The first step is not timed: it is slower, because it warms up and is counted. Time between steps, as of an
-    evaluation, is timed. Nothing waits for the GPU, so `every` must be some steps for times to be meaningful. While
-    training runs, the callback replaces `compute_loss` of the Trainer with a function that counts tokens and calls it.
+    The first step is not timed, because warming up and counting make it slower. Times include the time between steps,
+    such as an evaluation. The callback does not wait for the GPU, so choose an `every` of several steps. While training
+    runs, the callback replaces `compute_loss` of the Trainer by a function that counts tokens and calls the original.
 
     Args:
         trainer: the Trainer whose model is measured.

@@ -1,5 +1,8 @@
-"""Lets the experts of Hugging Face Transformers compute in FP8, with `experts_implementation="moe_fp8"`, and their
-tokens travel to other ranks in FP8, with `ep_implementation="moe_fp8"`."""
+"""FP8 experts for models of Hugging Face Transformers.
+
+`experts_implementation="moe_fp8"` makes experts compute in FP8. `ep_implementation="moe_fp8"` makes their tokens travel
+to other ranks in FP8.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ _OLDEST, _NEXT_MAJOR = (5, 17), (6, 0)
 # The flags of `use_experts_implementation` that describe a layout of experts: in 5.17, and added since.
 _LAYOUT = {"is_concatenated", "is_transposed", "has_bias", "has_gate"}
 _NEWER_LAYOUT = {"has_post_expert_norm"}
-# What `experts` calls an activation, by the class of act_fn in one of these modules; then with Transformers' own gate.
+# The names of activations in `experts`, by the class of act_fn in one of these modules. _GATED has the names for
+# activations with Transformers' own gate.
 _ACTIVATION_MODULES = "torch.nn.modules.activation", "transformers.activations"
 _ACTIVATIONS = {
     **dict.fromkeys(("SiLU", "SiLUActivation"), "silu"),
@@ -65,23 +69,23 @@ def register(recipe: str | Recipe = "rowwise") -> None:
     expert are dropped. If `experts` knows the activation of a module, the whole module becomes one call of `experts`.
     Otherwise the model's own code runs between two calls of `grouped_mm`.
 
-    Since 5.23.0, Transformers has expert parallelism by a plan, and the same names are registered for it. With
-    `DistributedConfig(..., ep_implementation="moe_fp8")`, tokens travel in the format of the recipe, by
-    `ExpertParallel`. It supports modules that become one call of `experts`, and every recipe but "auto".
+    Since 5.23.0, Transformers has expert parallelism by a plan. `register` adds the same names there. With
+    `DistributedConfig(..., ep_implementation="moe_fp8")`, `ExpertParallel` sends tokens in the format of the recipe.
+    This supports modules that become one call of `experts`, and every recipe except "auto".
 
-    Experts of FP8 checkpoints, with blocks of 128 x 128, are frozen: products multiply the checkpoint's bytes. They
-    need recipe "blockwise". For them `moe_fp8` means `recipe` if its format is "blockwise", and otherwise the recipe
-    "blockwise". If a checkpoint cannot be multiplied, `from_pretrained` raises a RuntimeError. After
-    `set_experts_implementation`, the first forward raises it.
+    Experts of FP8 checkpoints, with blocks of 128 x 128, multiply the bytes of the checkpoint. They are frozen, and
+    need recipe "blockwise". For these experts `moe_fp8` means `recipe` if its format is "blockwise", and otherwise the
+    recipe "blockwise". If a checkpoint cannot be multiplied, `from_pretrained` with such a name raises a RuntimeError.
+    After `set_experts_implementation`, the first forward raises the error.
 
-    A second call of `register` replaces the names of the first.
+    A second call replaces the names of the first call.
 
     Args:
-        recipe: the recipe that `moe_fp8` stands for: a name or a `Recipe`.
+        recipe: the recipe of the name `moe_fp8`, as in `grouped_mm`.
 
     Raises:
         ImportError: Transformers is missing, its version is not known, or it has layouts that this module lacks.
-        ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
+        ValueError, TypeError: no recipe of that name exists, or recipe is neither a name nor a `Recipe`.
     """
     named = {"": get_recipe(recipe, "register"), **{f"_{name}": known for name, known in RECIPES.items()}}
     interface = _transformers_moe().ALL_EXPERTS_FUNCTIONS
@@ -102,7 +106,7 @@ def replacement(module: torch.nn.Module, recipe: Recipe) -> tuple[str, object]:
 
     Raises:
         ImportError: as in `register`.
-        RuntimeError: a weight is missing or has an unknown dtype, such as weights that are quantized already.
+        RuntimeError: a weight is missing, or has an unknown dtype, for example because it is already quantized.
     """
     _transformers_moe()
     for name in (_up(module), "down_proj"):
@@ -118,7 +122,7 @@ def implementation_of(module: torch.nn.Module) -> str | None:
 
 
 def runs(module: torch.nn.Module) -> tuple[Recipe | None, str]:
-    """Returns the recipe by which experts compute, and a note; or None, and why it is none."""
+    """Returns the recipe by which experts compute, and a note; or None, and the reason why they have no recipe."""
     forward = vars(module).get("forward")
     if _EP_RECIPE in vars(module):
         return vars(module)[_EP_RECIPE], "tokens travel to other ranks"
@@ -174,7 +178,7 @@ def _ep_interface() -> type | None:
 def _experts_forward(
     recipe: Recipe, module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The forward of a module of experts. Transformers' contract names the arguments and the module's attributes."""
+    """The forward of a module of experts. Transformers defines the arguments and the attributes of the module."""
     _check(module, recipe)
     ids = top_k_index.contiguous()
     # A slot of no local expert has an id out of range. Checks of contents accept -1 alone.
@@ -246,7 +250,7 @@ def _inputs(module: torch.nn.Module, hidden_states: Tensor, top_k_weights: Tenso
 
 
 def _experts_arguments(module: torch.nn.Module) -> dict[str, object] | None:
-    """Returns the further arguments of `experts`, or None if a module computes anything that `experts` does not."""
+    """Returns further arguments for `experts`, or None if `experts` cannot compute everything that a module does."""
     activation = _activation(module)
     if activation is None or getattr(module, "has_post_expert_norm", False):
         return None
@@ -278,7 +282,7 @@ def _activation(module: torch.nn.Module) -> dict[str, object] | None:
 
 
 def _fp8_activation(module: torch.nn.Module, known: str | None) -> dict[str, object] | None:
-    """Returns the same for experts of an FP8 checkpoint. Their one class has the gates of all models, by attributes."""
+    """Returns the same for experts of an FP8 checkpoint. One class serves all models; attributes select its gate."""
     if getattr(module, "gate_softcap", None) is not None:
         return None
     limits = module.swiglu_alpha, module.limit
@@ -338,7 +342,7 @@ def _up(module: torch.nn.Module) -> str:
 
 
 def _check(module: torch.nn.Module, recipe: Recipe) -> None:
-    """Checks the weights of a module, as far as `experts` and `grouped_mm` would not name them."""
+    """Checks weights of a module by name. The checks of `experts` and `grouped_mm` would not name the weight."""
     if fp8_checkpoint.is_quantized(module):
         fp8_checkpoint.check_experts(module, recipe)
         return

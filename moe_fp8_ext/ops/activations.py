@@ -169,7 +169,7 @@ def activate_backward(
     indices: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of scores * activate(h), and that product itself, which is an operand of the next wgrad.
+    """Computes a = scores * activate(h), which is an operand of the next wgrad, and the gradients of a.
 
         a              = scores * activate(h)
         grad_h         = the gradient of h, if grad is the gradient of a
@@ -224,7 +224,7 @@ def quantize_activated_backward(
     amax: str = "group",
     sum_grad_h: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Computes all that backward needs between the two products of experts, as quantized operands.
+    """Computes all operands that backward needs between the two products of experts, already quantized.
 
         grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, ...)
         q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, offs=offs, dtype=grad_dtype, ...)
@@ -284,7 +284,7 @@ def quantize_activated_backward_rows(
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
 ) -> tuple[Tensor, ...]:
-    """Computes what backward needs between the two products of experts whose weights are frozen.
+    """Computes the operands that backward needs between the two products of experts with frozen weights.
 
         grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, ...)
         q, scale = quantize_rows(grad_h, format, offs=offs, dtype=dtype, rounding=rounding)

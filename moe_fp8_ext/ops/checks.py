@@ -1,7 +1,7 @@
 """Checks of arguments, for the fake implementations of ops and for the functions above them.
 
-csrc/ops/checks.h has the same checks with the same messages. What a tensor argument must be on its own is one table,
-csrc/ops/arguments.h, which Python and C++ both read.
+csrc/ops/checks.h has the same checks with the same messages. Python and C++ both read one table of requirements for
+single tensor arguments, csrc/ops/arguments.h.
 """
 
 from __future__ import annotations

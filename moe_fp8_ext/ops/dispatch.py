@@ -1,4 +1,4 @@
-"""Registrations of an op beside its kernels: its fake implementation, and its gradient, or an error if it has none.
+"""Python registrations of an op: its fake implementation, and its gradient, or an error if it has no gradient.
 
 A gradient or its error is a kernel for the Autograd dispatch keys, so both spellings of an op have it,
 `moe_fp8_ext.ops.f` and `torch.ops.moe_fp8.f`. A kernel in Python costs microseconds per call. A wrapper therefore
@@ -65,7 +65,7 @@ def below_autograd() -> AbstractContextManager:
 
 
 def is_transformed() -> bool:
-    """Whether a derivative other than backward's may be needed: of forward mode, or of torch.func."""
+    """Whether a derivative of forward mode or of torch.func may be needed."""
     return _in_forward_ad() or _in_functorch()
 
 
@@ -110,7 +110,7 @@ def differentiable_once(backward: Callable) -> Callable:
 
 
 def unit_stride(grad: Tensor) -> Tensor:
-    """grad itself if its rows have stride 1, else a contiguous copy, as for expanded and transposed gradients."""
+    """Returns grad if its rows have stride 1, else a contiguous copy. Expanded and transposed gradients need one."""
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 

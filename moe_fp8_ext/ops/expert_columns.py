@@ -1,4 +1,4 @@
-"""Rows of slots, and rows of tokens that have columns for each expert: what a dense product with all experts needs."""
+"""Conversion between rows of slots and rows of tokens with columns for each expert, for dense products."""
 
 import torch
 from torch import Tensor

@@ -72,19 +72,18 @@ def scaled_grouped_mm(
             to rows without groups. On Hopper the GEMM of "rowwise" with use_fast_accum gathers the rows itself if N is
             small enough for that to be faster. In all other cases the op moves the rows first.
         top_k: slots per row of a, given with indices and only then: index i stands for row i // top_k.
-        align: only in the 2D x 2D form: a power of two from 1 to 256 that divides all of offs. The caller promises
-            this; it is what the quantizer padded groups to. GEMMs on tensor cores need 32; torch's need 16 in "rowwise"
-            and 8 for dequantized operands. Offs that break the promise give wrong numbers, never an access out of
-            bounds.
+        align: only in the 2D x 2D form: a power of two from 1 to 256 that divides all of offs, such as the quantizer's
+            align. GEMMs on tensor cores need 32; torch's GEMMs need 16 in "rowwise" and 8 for dequantized operands. The
+            op trusts align: if offs are no multiples of it, the numbers are wrong, but no access is out of bounds.
         out_dtype: bfloat16 (default) or float32.
         use_fast_accum: True: a GEMM of "rowwise" may accumulate whole sums in the precision of the tensor cores, which
             keep 14 bits on Hopper. False: on Hopper, sums of 128 products are added in float32.
-        rounding: of all scales, a rounding of the format; None if it is not known. The caller promises this. With
-            "pow2", scales of "blockwise" equal scales of "mxfp8", four times each (`expand_scales`). A GEMM of "mxfp8"
-            may then multiply them: torch's does on sm_100. There a scale that is no power of two makes its block NaN.
+        rounding: the rounding of all scales, one of the format's; None if it is not known. The op trusts it. With
+            "pow2", each scale of "blockwise" equals four scales of "mxfp8" (`expand_scales`), so a GEMM of "mxfp8" may
+            multiply the operands. On sm_100 torch's does. There a scale that is no power of two makes its block NaN.
         out_transposed: only in the 2D x 2D form: out is the transposed view of a contiguous [E, K, N], with the same
-            values, bit for bit. It serves gradients of weights that lie so. torch's GEMMs, and Hopper's in float32,
-            write a contiguous product first, which the op copies.
+            values, bit for bit. Use it for gradients of weights with this layout. torch's GEMMs, and Hopper's in
+            float32, first write a contiguous product, which the op then copies.
 
     Returns:
         out [M, N], or [P, N] with indices, or [E, N, K]. It is contiguous, unless out_transposed is set.
@@ -113,12 +112,12 @@ def add_scaled_grouped_mm(
         total[e] = RN(RN32(float32(total[e]) + product32[e]))
 
     product32 is the float32 value that `scaled_grouped_mm` would round to its out_dtype. RN rounds to the dtype of
-    `total`. A GEMM of torch's returns its product in bfloat16 only; then the op adds that. An empty group leaves its
-    part of `total` as it is.
+    `total`. torch's GEMMs return products only in bfloat16, so the op then adds the bfloat16 product. An empty group
+    leaves its part of `total` as it is.
 
     Hopper's GEMMs of "rowwise" with `use_fast_accum`, and of "blockwise" with b in square blocks, add to `total`
-    themselves. For other products Hopper's GEMMs first write a float32 product, 4 E N K bytes while the op runs, and
-    torch's a bfloat16 one.
+    directly. For other products Hopper's GEMMs first write a float32 product, which takes 4 E N K bytes while the op
+    runs. torch's GEMMs first write a bfloat16 product.
 
     Args:
         total: [E, N, K], bfloat16 or float32, contiguous. It must not share memory with the operands. GEMMs on tensor

@@ -27,8 +27,7 @@ def pack_tokens(
     top_k: int,
     num_experts: int,
 ) -> Tensor:
-    """Gathers tokens by index and packs values, scale, ids and scores of each into one row of bytes, a message to a
-    rank.
+    """Gathers tokens by index and packs each token's values, scale, ids and scores into one row of a message.
 
         rows[p] = x[t] | scale[t] | topk_ids[t] + 1 | topk_scores[t],   t = indices[p] // top_k
 
@@ -72,12 +71,15 @@ def quantize_and_pack(
         q, scale = quantize_rows(x, format)
         rows     = pack_tokens(q, topk_ids, topk_scores, scale, indices, N, num_experts)
 
-    The results have the bytes of these two calls, with the scales of a token side by side whatever the order of the
-    format is. Row p is zeros unless inverse.flatten()[indices[p]] == p.
+    The results have the bytes of these two calls. In every format, the scales of a token lie side by side. Row p is
+    zeros unless inverse.flatten()[indices[p]] == p.
 
-    On a GPU one kernel reads x once and writes q only into messages, if all of these hold: x is bfloat16 and its rows
-    begin at multiples of 16 bytes; the GPU casts to `dtype` in hardware; K is a multiple of 16 and at most 16,384; N is
-    at most 256.
+    On a GPU one kernel reads x once and writes q only into messages, if all of these hold:
+
+    - x is bfloat16 and its rows begin at multiples of 16 bytes;
+    - the GPU casts to `dtype` in hardware;
+    - K is a multiple of 16 and at most 16,384;
+    - N is at most 256.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, any row stride.
@@ -85,9 +87,9 @@ def quantize_and_pack(
         format: as in `quantize_rows`; "mxfp8" and "mxfp8_rowmajor" give the same messages.
         indices: [P] int32 on x's device: the slot of each row, as the permutation of `sort_tokens` over
             `tokens_by_rank`. An index that is out of range stands for no slot. With MOE_FP8_VALIDATE=1 the op raises
-            for one that is neither in range nor -1, and if indices and inverse do not invert each other.
+            for an index that is neither in range nor -1, and if indices and inverse do not invert each other.
         inverse: [M, N] int32 on x's device, contiguous: the row of each slot, as the inverse of the same `sort_tokens`.
-            A row that is out of range stands for none; MOE_FP8_VALIDATE=1 as for indices.
+            A value that is out of range stands for no row. With MOE_FP8_VALIDATE=1 the op raises as for indices.
         dtype, rounding: as in `quantize_rows`.
 
     Returns:

@@ -121,7 +121,7 @@ def quantize_tokens(
         offs: [E] ends of groups of rows, or of indices if there are any, as in `moe_fp8_ext.ops`.
         indices, top_k: as in `quantize_rows`; M is then the number of indices.
         align: each group is padded to a multiple of this inside `q_t`; a power of two, from 1 to 256, in MX formats
-            from 32 to 128. None: the format's default, 32, which is what GEMMs on tensor cores sum at once.
+            from 32 to 128. None: the format's default, 32, because GEMMs on tensor cores sum 32 tokens at once.
         dtype, rounding: as in `quantize_rows`.
         amax: granularity of the scales along tokens: "group" (default); with format "rowwise" also "batch"; with format
             "blockwise" also "square".
@@ -185,7 +185,7 @@ def quantize_weight(
     rounding: str | None = None,
     directions: str = "both",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantizes the weight of every expert along both of its dimensions, for forward and dgrad, or along one of them.
+    """Quantizes the weight of every expert along one or both of its dimensions, for forward and dgrad.
 
         q[e, n, k]   = cast(w[e, n, k] * m[e, block of (n, k)])       blocks along k
         q_t[e, k, n] = cast(w[e, n, k] * m_t[e, block of (k, n)])     blocks along n
@@ -196,8 +196,8 @@ def quantize_weight(
     Args:
         w: [E, N, K], E at most 1024, bfloat16, float16 or float32; stride 1 along K, any other strides.
         format, dtype, rounding: as in `quantize_rows`.
-        directions: "both" (default), from one read of w; "rows": q and scale alone; "transposed": q_t and scale_t
-            alone. The bytes of a direction do not depend on this.
+        directions: "both" (default), from one read of w; "rows": only q and scale; "transposed": only q_t and scale_t.
+            The bytes of a direction do not depend on this argument.
 
     Returns:
         q [E, N, K], scale, q_t [E, K, N], scale_t, all contiguous; q and q_t of `dtype`. Results of a direction that is

@@ -47,11 +47,11 @@ def choose_experts(
             groups with the largest value; of equal values, the first.
         group_score: the value of a group. "top2_sum": the sum of its two largest s + bias. "max": the largest one.
         given_ids: [T, top_k] int32 or int64 on the same device; stride 1 along top_k, any row stride. They take the
-            place of the choice, in their order, so bias and groups have no effect. If they are an earlier call's
-            topk_ids, the scores of equal logits are equal bytes. A slot whose id is no expert gets -1, and score and
-            logit 0. An expert may stand in one slot of a token at most; of several, each gets the score, and the
-            gradient of the last counts. With MOE_FP8_VALIDATE=1 the op raises for an id that is neither an expert nor
-            -1. None: the op chooses.
+            place of the choice, in their order, so bias and groups have no effect. With topk_ids of an earlier call and
+            equal logits, scores have equal bytes. A slot whose id is no expert gets the id -1, and score and logit 0. A
+            token may have an expert in one slot at most. If several slots have the same expert, each gets the score,
+            and only the gradient of the last slot counts. With MOE_FP8_VALIDATE=1 the op raises for an id that is
+            neither an expert nor -1. None: the op chooses.
 
     Returns:
         topk_ids [T, top_k] int64, the largest s + bias first, or given_ids.
@@ -94,8 +94,9 @@ def choose_experts_backward(
             -Inf then has the gradient 0.
         topk_ids: [T, top_k] int32 or int64 on the same device, as `choose_experts` returns them; stride 1 along top_k,
             any row stride. With MOE_FP8_VALIDATE=1 the op raises for an id that is neither an expert nor -1.
-        num_experts: E, at most 1024, if logits has the chosen experts alone. An expert may then stand in one slot of
-            a token at most; of several, the gradient of any one is used. None: logits of all experts.
+        num_experts: E, at most 1024, if logits has only the chosen experts. A token may then have an expert in one slot
+            at most. If several slots have the same expert, the gradient of any one counts. None: logits has all
+            experts.
         scoring, normalize, scaling_factor: as in `choose_experts`; normalize must be True with num_experts.
         parts: 1, or 2 for the gradient as the sum of two bfloat16 values, which tensor cores can multiply.
 

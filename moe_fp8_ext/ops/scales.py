@@ -41,8 +41,8 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
             for a block of tokens, so with "columns" offs counts blocks, not tokens.
 
     Returns:
-        blocked of scale's dtype, contiguous. Its shape only counts bytes; the blocks order them. Padding
-        and bytes that belong to no group are zero.
+        blocked of scale's dtype, contiguous. The shape only counts bytes; their order follows the blocks. Padding and
+        bytes that belong to no group are zero.
 
         - None: [round_up(R, 128), round_up(C, 4)];
         - "rows": [R + 128 * E, round_up(C, 4)];

@@ -1,4 +1,4 @@
-"""Recipes: in which format `grouped_mm` and `experts` multiply, and with which options."""
+"""Recipes: the format and the options by which `grouped_mm` and `experts` multiply."""
 
 from __future__ import annotations
 
@@ -35,43 +35,43 @@ class Recipe:
         grouped_mm(A, B_t, offs, recipe=Recipe("mxfp8", rounding="floor"))      with another option
         grouped_mm(A, B_t, offs, recipe=Recipe("mine", "mxfp8"))                with a name of your own, and a format
 
-    A field that is None gets its default in the constructor. Afterwards only `dtype` and `grad_dtype` may be None, and
-    with "bf16" also `format`, `rounding` and `amax`. A recipe prints as the constructor call that makes it, without
-    fields that have their defaults; `to_json` writes the same fields.
+    The constructor replaces None by the default of the field. Afterwards only `dtype` and `grad_dtype` may be None; for
+    "bf16" also `format`, `rounding` and `amax`. A recipe prints as its constructor call, without fields that have their
+    defaults. `to_json` writes the same fields.
 
     Attributes:
         name: "bf16", "auto", the name of a format, or any other name if a format is given.
-        format: of every operand: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor" (see `quantize_rows`). None stands
-            for the format that the recipe is named after, and for "rowwise" with "auto". Only "bf16" has no format: it
-            multiplies in bfloat16.
-        dtype: fp8 dtype of every operand. None is the device's own: float8_e4m3fnuz on gfx942, else float8_e4m3fn.
+        format: format of every operand: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor" (see `quantize_rows`).
+            None: the format of the recipe's name; for "auto", "rowwise". Only "bf16" has no format: it multiplies in
+            bfloat16.
+        dtype: fp8 dtype of every operand. None is the default of the device: float8_e4m3fnuz on gfx942, else
+            float8_e4m3fn.
         grad_dtype: fp8 dtype of gradients, such as float8_e5m2. None is `dtype`. Native GEMMs take float8_e4m3fn;
             Hopper's also take gradients of float8_e5m2. A slower kernel multiplies rowwise operands of other dtypes.
-        rounding: of multipliers or scales: "exact" or "pow2", for MX formats "rceil" or "floor". None is "pow2" for
-            "rowwise", as in torchao. The fp8 bytes of a value then differ between the two directions only by their
-            exponents. None is "exact" for "blockwise", as DeepSeek-V3 trained, and "rceil" for the MX formats.
-        wgrad_high_precision: compute the gradient of weights in bfloat16. The activation is then kept for backward in
+        rounding: rounding of scales: "exact" or "pow2"; for MX formats "rceil" or "floor". Defaults: "rowwise" has
+            "pow2", as in torchao. A value then has the same fp8 bytes in both directions, except for the exponent.
+            "blockwise" has "exact", as in DeepSeek-V3. The MX formats have "rceil".
+        wgrad_high_precision: compute the gradient of weights in bfloat16. Backward then keeps the activation in
             bfloat16 instead of a quantized copy.
-        align: inside operands along tokens, groups are padded to a multiple of this number of tokens. None is the
-            format's default, 32. `grouped_mm` takes groups of any size with every recipe, so callers need not pad.
-            `permute_indices(..., align=recipe.align)` serves other consumers that need padded groups, such as torch's
-            grouped GEMMs called directly. For these, "bf16" has 8.
+        align: quantizers pad each group to a multiple of this number of tokens inside operands along tokens. None is
+            the format's default, 32; "bf16" has 8. `grouped_mm` takes groups of any size with every recipe, so callers
+            need not pad. If a consumer needs padded groups, such as a direct call of torch's grouped GEMMs, use
+            `permute_indices(..., align=recipe.align)`.
         use_fast_accum: let the GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
-        amax: the granularity of scales along tokens, see `quantize_tokens`. "group" is a scale for each group or
-            scaling block. "batch" is for "rowwise", and only `experts` uses it, if a token goes to several experts.
-            Tokens and gradients of the output then have scales of the whole batch, so that each token is cast once for
-            all of its experts. Elsewhere, and over ranks, "batch" means "group" (DESIGN.md section 6). "square" is for
-            "blockwise": a scale for 128 x 128 values of activations, while gradients have "group". It makes Hopper's
-            wgrad faster, because all columns of a tile share one scale. None is "batch" for "rowwise" and "square" for
-            "blockwise". DeepSeek-V3 trained with "blockwise" and "group".
-        bf16_where_faster: multiply in bfloat16 where that is faster, by a model of sizes (`for_layer`,
-            `for_grouped_mm`). None is True for "auto" and False otherwise. "auto" with the default format, rounding and
-            amax chooses among "bf16", "rowwise" and "blockwise". Every other recipe chooses between its own format and
-            "bf16".
+        amax: the granularity of scales along tokens, see `quantize_tokens`. "group" is one scale for each group or
+            scaling block. "batch" is for "rowwise" and only affects `experts` with several experts per token. Its
+            tokens and the gradients of its output then have scales of the whole batch, so each token is cast once for
+            all of its experts. In other calls, and over ranks, "batch" means "group" (DESIGN.md section 6). "square" is
+            for "blockwise": one scale for 128 x 128 values of activations, while gradients have "group". A tile of
+            Hopper's wgrad then has one scale for all columns, which is faster. None is "batch" for "rowwise" and
+            "square" for "blockwise". DeepSeek-V3 trained with "blockwise" and "group".
+        bf16_where_faster: multiply in bfloat16 if that is faster by a model of sizes (`for_layer`, `for_grouped_mm`).
+            None is True for "auto" and False otherwise. "auto" with the default format, rounding and amax chooses among
+            "bf16", "rowwise" and "blockwise". Every other recipe chooses between its own format and "bf16".
 
     Raises:
-        ValueError: a field does not have one of these values; the text names the field.
-        TypeError: a field is not of its type.
+        ValueError: a field has none of these values; the text names the field.
+        TypeError: a field has another type.
     """
 
     name: str = "rowwise"
@@ -130,8 +130,8 @@ class Recipe:
         """Reads a recipe that `to_json` wrote.
 
         Raises:
-            ValueError: text is no object in JSON, has no name, or has a field that no recipe has.
-            ValueError, TypeError: text is no str, or a field has a value that the constructor refuses.
+            ValueError: text is not a JSON object, has no name, or has an unknown field.
+            ValueError, TypeError: text is no str, or the constructor refuses the value of a field.
         """
         if not isinstance(text, str):
             raise TypeError(f"Recipe: text must be a str, got {type(text).__name__}")
@@ -149,7 +149,7 @@ class Recipe:
         return cls(**given)
 
     def _given(self) -> dict[str, object]:
-        """The arguments of the constructor after the name."""
+        """Returns the arguments of the constructor after the name, without defaults."""
         usual = Recipe(self.name, self.format)
         given = {} if self.format == _format_of(self.name) else {"format": self.format}
         for field in fields(self):
@@ -161,10 +161,10 @@ class Recipe:
     def for_layer(self, slots: int, hidden: int, intermediate: int, experts: int, gated: bool) -> Recipe:
         """Returns the recipe that `experts` computes with at these sizes.
 
-        That is this recipe, unless it has `bf16_where_faster`. Then it is the recipe of least time by a model that was
-        fitted on an H200 (`quantization/cost.py`). The model knows sizes alone: it is wrong where FP8 is emulated, and
-        counts the casts of weights although `reuse_weights` may spare them. Sizes that are no multiples of 16 mean
-        "bf16", because native FP8 GEMMs do not take them.
+        Without `bf16_where_faster`, that is this recipe. Otherwise a model of times, fitted on an H200, chooses the
+        fastest recipe (`quantization/cost.py`). The model knows only sizes. It is wrong on GPUs that emulate FP8, and
+        it counts the casts of weights even if `reuse_weights` avoids them. If a size is no multiple of 16, the result
+        is "bf16", because native FP8 GEMMs do not take such sizes.
 
         Args:
             slots: tokens * top_k, or the rows of all experts.
@@ -181,7 +181,7 @@ class Recipe:
     def for_grouped_mm(self, rows: int, k: int, n: int, experts: int) -> Recipe:
         """Returns the recipe that `grouped_mm` computes with for A [rows, k] and B_t [experts, k, n].
 
-        The rule of `for_layer`, with other constants, decides.
+        The choice is as in `for_layer`, with other constants.
         """
         if not self.bf16_where_faster:
             return self
@@ -197,7 +197,7 @@ class Recipe:
         return RECIPES["bf16"] if chosen == "bf16" else self._variants.get(chosen, self)
 
     def _make_variants(self) -> dict[str, Recipe]:
-        """The fp8 recipes that "auto" chooses from, by format. They have its options that belong to no format."""
+        """Returns the fp8 recipes that "auto" chooses from, by format, with the options that fit any format."""
         if self.name != "auto":
             return {}
         usual = FORMATS["rowwise"]
@@ -208,7 +208,7 @@ class Recipe:
 
     @property
     def amax_of_groups(self) -> str | None:
-        """`amax` where scales cannot be of the batch: a token has one group, or ranks have different tokens."""
+        """`amax` for calls without scales of the batch: a token has one group, or ranks have different tokens."""
         return "group" if self.amax == "batch" else self.amax
 
     def rule(self, gradient: bool) -> Rule:
@@ -276,11 +276,11 @@ def get_recipe(recipe: str | Recipe, op: str = "") -> Recipe:
     """Returns the recipe of that name, or the `Recipe` itself.
 
     Args:
-        op: the op whose argument it is, for error messages.
+        op: the name of the op that takes the recipe, for error messages.
 
     Raises:
         ValueError: no recipe of that name exists.
-        TypeError: neither a name nor a `Recipe`.
+        TypeError: recipe is neither a name nor a `Recipe`.
     """
     if isinstance(recipe, Recipe):
         return recipe

@@ -20,8 +20,9 @@ class Quantized:
     """An fp8 operand with its scales. `grouped_mm`, `experts` and `scaled_grouped_mm` take it in place of a tensor.
 
     `quantize_rows`, `quantize_tokens`, `quantize_both` and `quantize_weight` return one, and `from_parts` makes one
-    from a checkpoint's tensors. It is compared by identity, and can be pickled. `torch.save` stores it. Once this
-    package is imported, `torch.load` returns it, also with weights_only=True. `FrozenWeight` puts it into a state dict.
+    from a checkpoint's tensors. Operands compare by identity. `pickle` and `torch.save` can store an operand. Once this
+    package is imported, `torch.load` loads it, also with weights_only=True. To have it in a state dict, use
+    `FrozenWeight`.
 
     Attributes:
         q: fp8 values. Along rows: [M, K], or a weight [E, N, K] or its transpose [E, K, N]; "rowwise" takes any
@@ -29,9 +30,8 @@ class Quantized:
         scale: as `ops.quantize_rows`, `ops.quantize_tokens` or `ops.quantize_weight` returns it.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
         along: "rows" or "tokens", the dimension that scaling blocks run along.
-        offs: [E] int32, exclusive ends of groups. Along tokens they are the ends of the padded groups, as positions
-            among P. Along rows they are the ends of groups of rows, or None if the operand was quantized without
-            groups.
+        offs: [E] int32, exclusive ends of groups. Along tokens, groups are padded, and ends are positions in [0, P].
+            Along rows, groups are groups of rows; None if the operand was quantized without groups.
         align: the multiple that groups were padded to along tokens; 1 along rows.
         transposed: whether q is the transpose [E, K, N] of weights [E, N, K], the operand of dgrad.
         rounding: how the quantizer rounded scales; None if it is not known. On sm_100, products of "blockwise"
@@ -48,26 +48,26 @@ class Quantized:
     rounding: str | None = None
 
     def dequantize(self, out_dtype: torch.dtype | None = None) -> Tensor:
-        """Returns q * scale, rounded from float32 to `out_dtype` (default bfloat16), shaped as q: `ops.dequantize`."""
+        """Returns q * scale in float32, rounded to `out_dtype` (default bfloat16); q's shape. See `ops.dequantize`."""
         return ops.dequantize(self.q, self.scale, self.format, along=self.along, offs=self.offs, out_dtype=out_dtype)
 
     @classmethod
     def from_parts(cls, q: Tensor, scale: Tensor, format: str, *, transposed: bool = False) -> Quantized:
-        """Makes a weight from tensors that were quantized elsewhere, such as an FP8 checkpoint. No value is cast.
+        """Makes a weight from tensors that are quantized already, such as an FP8 checkpoint. No value is cast.
 
         Args:
             q: [E, N, K] fp8 values of any strides. In format "blockwise" the transposed view of a contiguous
                 [E, K, N], such as `w.mT` of GPT-OSS's layout, is not copied. Other formats copy it once.
             scale: dequantization factors, shaped as `quantize_weight` returns them: [E, N] for "rowwise",
-                [E, ceil(N / 128), ceil(K / 128)] for "blockwise". Powers of two may be float8_e8m0fnu where the format
-                has float32 scales. They become float32, which is exact.
+                [E, ceil(N / 128), ceil(K / 128)] for "blockwise". If the format has float32 scales, powers of two may
+                also be float8_e8m0fnu. They are converted to float32, which is exact.
             format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
             transposed: whether q is the transpose [E, K, N] of weights [E, N, K], the second of a pair.
 
         q and scale may both be DTensors, sharded along dimension 0. The result has this rank's experts.
 
         Raises:
-            RuntimeError: q or scale are not as above; the text names the argument and what it should be.
+            RuntimeError: q or scale are not as above; the text names the argument and the expected value.
         """
         op = "Quantized.from_parts"
         check_format(op, format)
@@ -100,7 +100,7 @@ class Quantized:
         return cls(q if is_view else row_major(q), scale, format, transposed=transposed, rounding=rounding)
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Quantized:
-        """Returns the operand on another device, or itself if it is there already. Values are never cast."""
+        """Returns the operand on a device, or itself if it is already on that device. Values are never cast."""
         if isinstance(device, (torch.dtype, Tensor)):
             fail("Quantized.to", f"device must be a device, because fp8 values are not cast, got {device!r}")
         moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self._tensors().items()}
@@ -110,7 +110,7 @@ class Quantized:
         """Copies the values and scales of `other` in place, so that a captured CUDA graph reads them. Returns self.
 
         Raises:
-            RuntimeError: other is of another kind, shape or dtype.
+            RuntimeError: other has another kind, shape or dtype.
         """
         if not isinstance(other, Quantized):
             fail("Quantized.copy_", f"other must be a Quantized, got {type(other).__name__}")
@@ -136,7 +136,7 @@ class Quantized:
         return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)}
 
     def __getstate__(self) -> dict[str, object]:
-        """The fields, with tensors of 1 byte an element as bytes: `pickle` alone cannot load fp8 tensors of torch."""
+        """Returns the fields, with fp8 tensors as uint8, because `pickle` alone cannot load torch's fp8 tensors."""
         narrow = {name: t for name, t in self._tensors().items() if t.itemsize == 1}
         state = self.__dict__ | {name: t.view(torch.uint8) for name, t in narrow.items()}
         return state | {"dtypes": {name: str(t.dtype).removeprefix("torch.") for name, t in narrow.items()}}
@@ -150,7 +150,7 @@ class Quantized:
 torch.serialization.add_safe_globals([Quantized])  # for torch.load(weights_only=True)
 
 
-# Two directions of one tensor: along rows, then along tokens or, of a weight, along rows of its transpose.
+# Two directions of one tensor. The first is along rows. The second is along tokens or, for a weight, its transpose.
 Pair = tuple[Quantized, Quantized]
 # The ways out, for errors about a weight in one direction.
 ONE_DIRECTION = "pass both of the pair, or a weight in format 'blockwise', which serves both directions alone"
@@ -226,8 +226,8 @@ def quantize_weight(
     w may have any strides. The transposed view of a contiguous [E, K, N] is not copied.
 
     Returns:
-        the operand of the forward product, and the operand of dgrad. In format "blockwise" the first is enough for both
-        products: drop the second to save a byte an element, and backward transposes the first.
+        the operand of the forward product, and the operand of dgrad. In format "blockwise" the first operand is enough:
+        if you drop the second to save a byte per element, backward transposes the first.
     """
     if isinstance(w, Tensor) and w.dim() == 3 and lies_transposed(w):
         q_t, scale_t, q, scale = ops.quantize_weight(row_major(w.mT), format, dtype=dtype, rounding=rounding)
@@ -255,7 +255,7 @@ def scaled_grouped_mm(
     Rows that are in no group, and the product of an empty group, are zero. See `ops.scaled_grouped_mm` for details.
 
     Args:
-        a, b: both of one format; if along tokens, both of the same groups, padded to the same multiple.
+        a, b: operands of the same format. Along tokens, both must have the same groups, padded to the same multiple.
         offs: [E] int32, exclusive ends of the groups of rows; None if a has offs.
         out_dtype: bfloat16 (default) or float32.
         use_fast_accum: let a GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
@@ -264,7 +264,7 @@ def scaled_grouped_mm(
         out [M, N], or [E, N, K], contiguous.
 
     Raises:
-        RuntimeError: the operands do not fit each other; the text names the argument.
+        RuntimeError: the operands do not fit together; the text names the argument.
     """
     _check_quantized("a", a)
     _check_quantized("b", b)
@@ -307,7 +307,8 @@ def given(
     """Checks an operand that a caller may have quantized already, for a recipe with `format`.
 
     Returns:
-        its two directions, as in `Pair`; the second is None if the caller did not give it. None twice for a tensor.
+        the two directions of x, as in `Pair`. The second is None if the caller did not give it. Both are None if x is a
+        tensor.
     """
     if isinstance(x, Tensor):
         return None, None

@@ -98,8 +98,9 @@ def called(op: object, args: list[object], kwargs: dict[str, object], device: st
 def same(got: list[Tensor], want: list[Tensor], is_product: bool) -> bool:
     """Whether results are equal to the byte or, for products, within two roundings to bfloat16.
 
-    GEMMs sum in an order and a precision of the device, and may round an operand and the result to bfloat16: each
-    moves a value by up to 2^-8 of itself, or of terms that cancelled, which are about as large as the largest value.
+    A GEMM sums in an order and a precision that depend on the device. It may round an operand and the result to
+    bfloat16. Each rounding moves a value by up to 2^-8 of itself. If terms cancelled, the error is 2^-8 of these terms,
+    which are about as large as the largest value.
     """
     if is_product:
         return all(

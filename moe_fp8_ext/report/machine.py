@@ -23,7 +23,7 @@ _DRIVERS = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def machine() -> dict[str, object]:
-    """Returns what this machine has, as JSON can hold it."""
+    """Returns the properties of this machine, in types that JSON can hold."""
     info = build_info()
     gemms = info.pop("scaled_grouped_mm")
     toolkit = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
@@ -42,10 +42,10 @@ def machine() -> dict[str, object]:
 
 
 def backends(gemms: list[dict], device: str, sm: int) -> dict[str, str]:
-    """Returns what multiplies for each recipe, for sizes that every backend takes: multiples of 32.
+    """Returns the backend that multiplies for each recipe, for sizes that every backend takes: multiples of 32.
 
-    "blockwise, pow2" is `Recipe("blockwise", rounding="pow2")`, listed where another GEMM than for "blockwise"
-    multiplies it.
+    "blockwise, pow2" is `Recipe("blockwise", rounding="pow2")`. It is listed if another GEMM multiplies it than
+    "blockwise".
 
     Args:
         gemms: the table of `build_info`, in the order in which the backends are tried.

@@ -1,4 +1,4 @@
-"""Sizes of the expert layers of models. Whoever names a model takes its sizes from here."""
+"""Sizes of the expert layers of models, for every part of the project that names a model."""
 
 from __future__ import annotations
 

@@ -13,15 +13,15 @@ def save_ops() -> list[_torch.OpOverload]:
         contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, saved)
         y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
-    Backward then recomputes casts, moves and activations, but no product of experts. A checkpoint keeps
+    Backward then recomputes casts, moves and activations, but no product of experts. A checkpoint keeps these outputs:
 
-    - the outputs of products in bfloat16: [M, N] of a `grouped_mm`, [P, 2F] and [P, D] of `experts`;
-    - the order of slots: two integers a slot and one an expert.
+    - the products in bfloat16: [M, N] of a `grouped_mm`; [P, 2F] and [P, D] of `experts`,
+    - the order of slots: two integers per slot and one per expert.
 
-    Recipe "bf16" multiplies by `torch._grouped_mm`, which is in the list too.
+    The list contains `torch._grouped_mm` too, because recipe "bf16" multiplies with it.
 
     Returns:
-        Overloads of ops, a new list.
+        A new list of op overloads.
 
     Source: the documentation of `torch.utils.checkpoint`.
     """

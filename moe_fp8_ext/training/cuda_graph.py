@@ -1,4 +1,4 @@
-"""A layer whose forward and backward are CUDA graphs: the host launches two graphs in place of some twenty ops."""
+"""CUDA graphs of a layer's forward and backward: the host launches two graphs instead of some twenty ops."""
 
 from __future__ import annotations
 
@@ -19,55 +19,56 @@ from moe_fp8_ext.training.main_grad import parameter_of_ddp
 from moe_fp8_ext.training.stats import sampling
 
 _OP = "graphed"
-_WARM_UPS = 3  # runs before the capture, in which libraries set themselves up; as torch's make_graphed_callables has
+_WARM_UPS = 3  # runs before the capture, so that libraries initialize; torch's make_graphed_callables does the same
 
 
 def graphed(layer: nn.Module, *sample_args: Tensor) -> Graphed:
     """Captures forward and backward of a layer as CUDA graphs. Returns a function that replays them.
 
         layer.forward = moe_fp8_ext.graphed(layer, x, topk_ids, topk_scores)
-        del layer.forward                                                       the layer runs without graphs again
+        del layer.forward  # to undo it
 
     A call copies its arguments to the graph, launches forward as one graph, and copies the outputs out. Backward is
     the second graph. Outputs and gradients have the bytes of the layer itself. Nothing waits for the device.
 
-    - A call has the sizes of the samples. Contents may differ: any routing, any mask, any given ids.
+    - Arguments must have the sizes of the samples. Any routing, mask and given ids are allowed.
     - Every call reads parameters and buffers, and quantizes weights. So optimizers may write them in place.
     - Backward adds to the main_grad that a weight had at the capture. A router counts tokens as without a graph.
-    - `.grad` of a parameter may share the graph's memory until the next backward of the layer. That backward moves the
-      gradient out before it writes, so gradients accumulate as usual. Clone a gradient that you keep in other places.
-    - Activations that backward reads, and gradients of weights, stay allocated between calls.
+    - `.grad` of a parameter may share the graph's memory until the next backward of the layer. That backward first
+      copies `.grad` out, so gradients accumulate as usual. If you keep a gradient elsewhere, clone it.
+    - Activations for backward and gradients of weights stay allocated between calls.
 
     A call runs the layer's own forward, without a graph, in these cases:
 
     - An argument has other sizes than its sample.
-    - Training mode, gradients or torch.autocast are not as they were at the capture.
+    - Training mode, grad mode or torch.autocast differ from the capture.
     - The call is traced, captured by another graph, inside `validate()`, or measured by `stats`.
 
-    The backward of a call must run once, before the next call. So a pipeline with several micro-batches in flight needs
-    a `graphed` for each of them. Under `torch.utils.checkpoint` backward raises, because the recomputed forward is
-    another call. `reuse_weights()` has no effect on a replayed call. Delete outputs of earlier calls before the
+    Backward must run once for each call, before the next call. So a pipeline with several micro-batches in flight
+    needs one `graphed` for each micro-batch. Under `torch.utils.checkpoint` backward raises, because the second forward
+    is another call. `reuse_weights()` has no effect on a replayed call. Delete outputs of earlier calls before the
     capture, because their autograd graphs belong to another stream. The capture runs the layer three times with zeros,
     and then restores the layer's buffers.
 
     Args:
-        layer: `MoE`, `Experts`, or any module whose forward takes tensors and returns one or a tuple of them. All work
-            of its forward must be on the GPU, without a wait for the host.
-        sample_args: the arguments of a call, for their sizes, dtypes and requires_grad. Values are not read.
+        layer: `MoE`, `Experts`, or any module whose forward takes tensors and returns a tensor or a tuple of tensors.
+            All work of its forward must be on the GPU, and must not wait for the host.
+        sample_args: example arguments. The capture reads their sizes, dtypes and requires_grad, but not their values.
 
     Returns:
         a function of the same arguments.
 
     Raises:
         TypeError: layer is no module.
-        RuntimeError: samples or the layer's tensors are not on one GPU; an `Experts` has an ep, delay_wgrad, or
-            adapters with dropout; a parameter is a DTensor, or has gradients in the buffers of Megatron's DDP; or
-            `stats` or `validate()` are on. Of a call: an argument has another dtype, device or number of dimensions
-            than its sample, or needs a gradient and the sample did not; or a parameter, buffer or main_grad has other
-            memory than at the capture. Of a backward: it is not the last call's, or its second.
+        RuntimeError: `graphed` raises if samples or the layer's tensors are not on one GPU; if an `Experts` has an ep,
+            delay_wgrad, or adapters with dropout; if a parameter is a DTensor, or has gradients in the buffers of
+            Megatron's DDP; or if `stats` or `validate()` are on. A call raises if an argument has another dtype, device
+            or number of dimensions than its sample; if an argument needs a gradient and its sample did not; or if a
+            parameter, buffer or main_grad has other memory than at the capture. Backward raises if it does not belong
+            to the last call, or runs twice for one call.
 
-    Source: the documentation of `torch.cuda.make_graphed_callables`, which this replaces where calls add to main_grad,
-        count tokens or accumulate gradients.
+    Source: the documentation of `torch.cuda.make_graphed_callables`. Unlike it, `graphed` supports calls that add to
+        main_grad, count tokens or accumulate gradients.
     """
     check_module(_OP, "layer", layer)
     _check_samples(sample_args)
@@ -122,7 +123,7 @@ class Graphed:
     def _start(self) -> list[Tensor]:
         """Runs the layer's forward on the graph's own arguments. Returns its outputs."""
         dtype, device = self._mode[-1], self._args[0].device.type
-        # Without the cache of autocast, which would keep casts of parameters outside the graph.
+        # The cache of autocast is off, because it would keep casts of parameters outside the graph.
         with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=False):
             out = self._eager(*self._args)
         is_tuple = isinstance(out, tuple) and all(isinstance(part, Tensor) for part in out)
@@ -184,7 +185,7 @@ class Graphed:
         of_args, of_parameters = self._gradients[:count], self._gradients[count:]
         for parameter, gradient in zip(self._parameters, of_parameters, strict=True):
             if gradient is not None and _is_same_memory(parameter.grad, gradient):
-                parameter.grad = parameter.grad.clone()  # autograd took an earlier backward's gradient without a copy
+                parameter.grad = parameter.grad.clone()  # .grad is the graph's own tensor of an earlier backward
         self._replay_backward()
         of_args = [None if gradient is None else gradient.clone() for gradient in of_args]
         return [*of_args, *(None if gradient is None else gradient.detach() for gradient in of_parameters)]
@@ -207,8 +208,8 @@ class _Replay(torch.autograd.Function):
 class Capture:
     """Captures functions as CUDA graphs, on one stream.
 
-    Each graph allocates from a pool of its own. With a common pool, a replay of forward would write its temporaries
-    where the last backward has left gradients, which autograd adds to.
+    Each graph has its own memory pool. With a common pool, a replay of forward would overwrite the gradients of the
+    last backward with temporaries, although autograd still adds to these gradients.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -236,7 +237,7 @@ class Capture:
 
 
 def _mode(layer: nn.Module, x: Tensor) -> tuple[bool, bool, torch.dtype | None]:
-    """Returns the modes that a captured forward has fixed: training, gradients and autocast's dtype."""
+    """Returns the modes that a capture fixes: training mode, grad mode and the dtype of autocast."""
     return layer.training, torch.is_grad_enabled(), autocast_dtype(x)
 
 

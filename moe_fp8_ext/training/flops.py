@@ -1,4 +1,4 @@
-"""Tells torch.utils.flop_counter how many floating-point operations the products of this package have."""
+"""Formulas for torch.utils.flop_counter: the floating-point operations of this package's products."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ Shape = Sequence[int]
 
 
 def rows_flops(rows: int, a: Shape, b: Shape) -> int:
-    """Operations of a product of groups of rows: rows [M, K] with b [E, K, N]."""
+    """Returns the operations of a grouped product of rows [M, K] with b [E, K, N]."""
     return 2 * rows * a[1] * b[2]
 
 
 def tokens_flops(a: Shape, b: Shape, groups: int = 0, align: int = 0) -> int:
-    """Operations of a gradient of weights: a [N, P] with b [P, K]. P has `align` places of padding for each group, as
-    quantizers add them; no token fills them, so they do not count."""
+    """Returns the operations of a gradient of weights: a [N, P] with b [P, K].
+
+    P includes `align` padding columns for each group, as quantizers add them. Padding does not count.
+    """
     return 2 * a[0] * max(a[1] - groups * align, 0) * b[1]
 
 
@@ -40,13 +42,16 @@ def _added(total, a, b, scale_a, scale_b, format, offs, align=1, *_: object, **_
 
 
 def grouped_mm_flops(a: Shape, b: Shape, offs: Shape | None = None, *_: object, **__: object) -> int:
-    """Operations of `torch._grouped_mm` in its forms [M, K] with [E, K, N], and [N, P] with [P, K]."""
+    """Returns the operations of `torch._grouped_mm`: of [M, K] with [E, K, N], or of [N, P] with [P, K]."""
     return rows_flops(a[0], a, b) if len(b) == 3 else tokens_flops(a, b)
 
 
 def count_torch_products() -> dict[object, object]:
-    """Returns a custom_mapping of `FlopCounterMode` that counts `torch._grouped_mm`, which recipe "bf16" calls on a
-    GPU. torch 2.14 does not count it. It is no op of this package, so `register_formulas` leaves it alone."""
+    """Returns a custom_mapping for `FlopCounterMode` that counts `torch._grouped_mm`.
+
+    Recipe "bf16" calls `torch._grouped_mm` on a GPU, and torch 2.14 does not count it. `register_formulas` registers
+    only ops of this package.
+    """
     from torch.utils.flop_counter import flop_registry
 
     packets = [op.overloadpacket for op in _torch.grouped_mm_ops]
@@ -70,8 +75,10 @@ def register_formulas() -> None:
 
 
 class _RegistersAfterImport(MetaPathFinder):
-    """Registers the formulas when torch.utils.flop_counter is imported. That module imports Triton, so importing it
-    here would more than double the time of `import moe_fp8_ext`."""
+    """Registers the formulas when torch.utils.flop_counter is imported.
+
+    That module imports Triton. Importing it here would more than double the time of `import moe_fp8_ext`.
+    """
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _COUNTER:
@@ -91,7 +98,7 @@ class _RegistersAfterImport(MetaPathFinder):
 
 
 def register_when_imported() -> None:
-    """Registers the formulas now if torch.utils.flop_counter is imported, or else when it is."""
+    """Registers the formulas now if torch.utils.flop_counter is already imported; else on its import."""
     if _COUNTER in sys.modules:
         register_formulas()
     else:

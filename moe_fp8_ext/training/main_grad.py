@@ -1,10 +1,12 @@
-"""Main gradients of weights, and what the DDP of Megatron-Core expects of a backward that adds to them.
+"""Main gradients of weights, by the protocol of Megatron-Core's DDP.
 
-Megatron's DDP reads attributes of a parameter in a hook that runs after autograd has its gradient:
+Megatron's DDP has a hook for each parameter. It runs after autograd has the gradient, and reads these attributes of the
+parameter:
 
 - `main_grad`: the buffer that gradients are summed in and reduced from.
 - `grad_added_to_main_grad`: DDP sets it to False. A backward that adds to main_grad itself sets it to True. The hook
-  then ignores the gradient of autograd, but with overlapped reduction it needs one: that is the placeholder.
+  then ignores the gradient of autograd. With overlapped reduction the hook needs such a gradient all the same, so
+  backward returns a placeholder.
 - `zero_out_wgrad`: whether the hook adds the placeholder nevertheless. The placeholder must then be zero.
 - `overwrite_main_grad`: whether a backward replaces main_grad rather than adding to it.
 """
@@ -22,9 +24,9 @@ _ADDED = "grad_added_to_main_grad"
 
 
 def parameter_of_ddp(weight: Tensor) -> Tensor | None:
-    """Returns the parameter that weight is, or is a view of, if DDP has marked it; else None.
+    """Returns the parameter of a weight (the weight itself or its base) if DDP has marked the parameter; else None.
 
-    A graph of torch.compile cannot write attributes in backward. There, no parameter is treated as marked.
+    A graph of torch.compile cannot write attributes in backward. So under torch.compile no parameter counts as marked.
     """
     if torch.compiler.is_compiling():
         return None
@@ -35,11 +37,11 @@ def parameter_of_ddp(weight: Tensor) -> Tensor | None:
 
 
 def start(main_grad: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    """Returns the main gradient that a backward adds to. Call it once in a backward, before the gradient is computed.
+    """Returns the main gradient that a backward adds to. Call it once per backward, before computing the gradient.
 
     Args:
         main_grad: the main gradient that forward was given, or None.
-        parameter: what `parameter_of_ddp` returned for its weight.
+        parameter: the result of `parameter_of_ddp` for the weight.
     """
     if main_grad is not None and getattr(parameter, "overwrite_main_grad", False):
         main_grad.zero_()
@@ -47,15 +49,17 @@ def start(main_grad: Tensor | None, parameter: Tensor | None) -> Tensor | None:
 
 
 def finish(main_grad: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    """Tells DDP that the gradient is in main_grad. Returns the gradient for autograd: a contiguous placeholder, shaped
-    as main_grad, or None without DDP."""
+    """Tells DDP that the gradient is in main_grad. Returns the gradient for autograd.
+
+    With DDP that is a contiguous placeholder in main_grad's shape. Without DDP it is None.
+    """
     if main_grad is None or parameter is None:
         return None
     setattr(parameter, _ADDED, True)
     kept = _placeholder(main_grad.shape, parameter.dtype, parameter.device)
     if getattr(parameter, "zero_out_wgrad", False):
         kept.zero_()  # autograd may have added to it
-    return kept.detach()  # autograd takes a tensor that nothing else refers to as it is, and would copy another one
+    return kept.detach()  # a new tensor object, which autograd stores without a copy
 
 
 @functools.cache

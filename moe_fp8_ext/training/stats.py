@@ -1,6 +1,6 @@
-"""Statistics of training in fp8: how much of each operand underflows or saturates, and how far products are off.
+"""Statistics of training in fp8: how much of each operand underflows or saturates, and the error of products.
 
-`training/watch.py` measures them. This module turns them on, keeps them on the device, and reads them.
+`training/watch.py` measures the statistics. This module turns them on, keeps them on the device, and reads them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Stats:
     Attributes:
         every: steps from one sample to the next.
         steps: steps that have ended.
-        sampled: the step that the values belong to; None before the first.
+        sampled: the step that the values belong to; None before the first sample.
     """
 
     def __init__(self, model: nn.Module, every: int) -> None:
@@ -69,7 +69,7 @@ class Stats:
         Returns:
             {"step": the sampled step, "layers": {name of a weight: {"recipe": its name, "tokens_per_expert": [E ints],
             "product_sqnr": a number, "tokens", "weights", "gradients": {statistic: a number}}}}. A number is None if
-            its operand contains only zeros. Statistics that were not measured are missing.
+            all elements of its operand are zero. A statistic that was not measured has no entry.
         """
         numbers = iter(_read([t for values in self._values.values() for t in values.values()]))
         layers: dict[str, dict[str, object]] = {}
@@ -98,8 +98,11 @@ class Stats:
         return {name: number for name, number in found.items() if number is not None}
 
     def worst(self) -> dict[str, float]:
-        """Reads the device once, and returns the worst number of all layers: "<operand>/<statistic>", "product_sqnr"
-        and "load". That is the smallest `sqnr`, `product_sqnr` and `limit`, and the largest of everything else."""
+        """Reads the device once, and returns the worst number of all layers for each statistic.
+
+        The names are "<operand>/<statistic>", "product_sqnr" and "load". The worst `sqnr`, `product_sqnr` and `limit`
+        are the smallest. All other statistics are worst at their largest.
+        """
         worst: dict[str, float] = {}
         for name, number in self.scalars().items():
             key = name.partition("/")[2]
@@ -110,7 +113,7 @@ class Stats:
     def write(self, writer: object, step: int) -> None:
         """Calls writer.add_scalar("fp8/<name>", number, step) for all `scalars`, as TensorBoard's SummaryWriter has it.
 
-        It does nothing, and reads nothing, if nothing was measured since the last call. So call it in every step.
+        Call it in every step. If nothing was measured since the last call, it returns at once and reads nothing.
         """
         if not self._is_new:
             return
@@ -133,7 +136,7 @@ class Stats:
         return "\n".join([f"fp8 statistics of step {found['step']}", *lines])
 
     def name_of(self, weight: Tensor | None) -> str | None:
-        """Returns the name of the parameter that a weight is, or is a view of."""
+        """Returns the name of a parameter of the model, given the parameter or a view of it."""
         if weight is None or not has_values(weight) or weight.numel() == 0:
             return None
         wanted = _identity(weight)
@@ -144,7 +147,7 @@ class Stats:
         return None
 
     def put(self, name: str, recipe: str, operand: str | None, keys: tuple[str, ...], values: Tensor) -> None:
-        """Keeps values [one for each key] on the device. They replace the same of an earlier call or sample."""
+        """Keeps values [len(keys)] on the device. They replace the values of earlier calls with the same keys."""
         if self.sampled != self.steps:
             self._values, self.sampled = {}, self.steps
         self._is_new, self._recipes[name] = True, recipe
@@ -162,53 +165,52 @@ def stats(model: nn.Module, every: int = 100) -> Stats:
                 stats.write(writer, step)  # TensorBoard: reads and writes only after a sampled step
         print(stats)
 
-    Nothing waits for the device until values are read: by `print`, `to_dict`, `scalars` or `write`. The values
-    belong to the last sampled step, and to the last micro-batch in it. A layer is a parameter [E, N, K] of the model,
-    under its name in `model.named_parameters()`. Its operands are quantized by the layer's recipe:
+    Nothing waits for the device until `print`, `to_dict`, `scalars`, `worst` or `write` reads values. The values
+    belong to the last micro-batch of the last sampled step. Here, a layer is a parameter [E, N, K] of the model, with
+    its name in `model.named_parameters()`. The layer's recipe quantizes these operands:
 
         tokens      x of the products x @ w^T and gradient^T @ x
         weights     w of x @ w^T
         gradients   the gradient of x @ w^T, of the products gradient @ w and gradient^T @ x
 
-    Let x be an element of an operand along rows, q its fp8 number, s the scale of its block, so that q * s stands for
-    x, and max the largest fp8 number. The statistics of the operand are
+    Let x be an element of an operand along rows, q its fp8 number and s the scale of its block: q * s approximates x.
+    Let max be the largest fp8 number. The statistics of the operand are
 
         underflow         elements with x != 0 and q = 0, as a share of the elements with x != 0
-        saturated         elements whose |x| / s is too large to round to max, as a share of the same. It is 0 except
-                          with rounding "floor" of the MX formats, because other scales follow amax
+        saturated         elements with |q| = max whose |x| / s is too large to round to max, as a share of the elements
+                          with x != 0. Only rounding "floor" of the MX formats saturates. Other scales follow amax
         amax              the largest |x|
-        ratio             the largest max * s / |x| with x != 0: the largest number of the block's range over x
-        limit             the ratio from which on an element underflows: max over half the smallest fp8 number, 2^18.8
-                          for E4M3 and 2^32.8 for E5M2
+        ratio             the largest max * s / |x| with x != 0: the largest number that the block can hold, over |x|
+        limit             the ratio at which an element underflows: max over half the smallest fp8 number, 2^18.8 for
+                          E4M3 and 2^32.8 for E5M2
         sqnr              10 log10(sum x^2 / sum (x - q * s)^2), in dB
-        wgrad_underflow   underflow of the same elements in the operand along tokens, from which the gradient of the
-                          weight is computed. Its scales belong to columns. Not for weights
+        wgrad_underflow   underflow of the same elements in the operand along tokens, whose scales belong to columns.
+                          The gradient of the weight is computed from that operand. Weights have no wgrad_underflow
 
     and the statistics of the layer are
 
         tokens_per_expert  rows of each expert
-        product_sqnr       10 log10(sum y^2 / sum (y - y8)^2) in dB. y is x @ w^T of sampled rows of one expert, and y8
-                           x8 @ w8^T of their fp8 values, both multiplied in float32
+        product_sqnr       10 log10(sum y^2 / sum (y - y8)^2) in dB. y is x @ w^T of sampled rows of one expert. y8 is
+                           the product of their fp8 values. Both are multiplied in float32
 
-    Tokens and gradients are up to 512 rows, evenly spaced among the rows of all experts. Weights are 128 rows of the
-    expert with the most tokens, other rows in each sample.
-
-    Exceptions:
+    The statistics of tokens and gradients come from up to 512 rows, evenly spaced among the rows of all experts. The
+    statistics of weights come from 128 rows of the expert with the most tokens. Each sample takes other rows.
 
     - Under torch.compile, export and other tracers nothing is measured.
     - A CUDA graph that is captured in a sampled step measures in every replay.
-    - If a checkpoint recomputes a forward, the same values are written again.
-    - With recipe "bf16" there is only tokens_per_expert. With wgrad_high_precision there is no wgrad_underflow.
-    - With `ExpertParallel`, each rank measures its own experts, and with several chunks the first chunk. Tokens that
-      travel in fp8 are measured on their own rank, and have neither wgrad_underflow nor product_sqnr.
+    - A forward that a checkpoint recomputes writes the same values again.
+    - Recipe "bf16" has tokens_per_expert only. With wgrad_high_precision there is no wgrad_underflow.
+    - In `ExpertParallel`, each rank measures its own experts, and only the first of several chunks. Tokens that travel
+      in fp8 are measured on their own rank, and have neither wgrad_underflow nor product_sqnr.
     - After `gather_in_fp8_` there are no statistics of weights and products.
 
     Args:
-        model: the module whose parameters are measured. Weights that the caller has quantized are not measured.
+        model: the model whose parameters are measured. Other tensors, such as weights that the caller has quantized,
+            are not measured.
         every: steps from one sample to the next. The first step is sampled.
 
     Returns:
-        a `Stats`. Use it as a context, or call its `start` and `stop`.
+        a `Stats`. Enter it as a context, or call its `start` and `stop`.
 
     Raises:
         TypeError: model is no module.
@@ -223,12 +225,12 @@ def stats(model: nn.Module, every: int = 100) -> Stats:
 
 
 def sampling() -> list[Stats]:
-    """Returns the statistics that are on, and sample this step."""
+    """Returns every `Stats` that is on and samples this step."""
     return [stats for stats in _open if stats.steps % stats.every == 0]
 
 
 def _identity(w: Tensor) -> int:
-    """Returns what all views of a weight have in common."""
+    """Returns a number that all views of a weight share."""
     if isinstance(w, DeferredWeight):
         return id(w.gather)
     with torch.no_grad():
@@ -236,7 +238,7 @@ def _identity(w: Tensor) -> int:
 
 
 def _read(tensors: Sequence[Tensor]) -> list[list[float | None]]:
-    """Returns the numbers of tensors [n] by one copy from each device. NaN, which 0 / 0 is, becomes None."""
+    """Returns the numbers of tensors [n] by one copy from each device. NaN, the result of 0 / 0, becomes None."""
     found: list[list[float | None]] = [[] for _ in tensors]
     for device in {t.device for t in tensors}:
         here = [i for i, t in enumerate(tensors) if t.device == device]

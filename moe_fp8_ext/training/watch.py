@@ -1,7 +1,7 @@
-"""Measures the operands of a sampled call, for `stats`: in rows that forward chooses, and backward measures again.
+"""Measures the operands of a sampled call, for `stats`. Forward chooses rows, and backward measures the same rows.
 
-A call keeps what it needs for that on its autograd node, because torch may run backward in another thread. Everything
-stays on the device. Operands along rows are quantized again, from the measured rows alone, to the same bytes.
+A call keeps its `Watch` on its autograd node, because torch may run backward in another thread. All values stay on the
+device. For an operand along rows, the measured rows are quantized a second time, to the same bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Rows:
         self.groups, self.offs = groups, clamped(groups.offs, rows).long()
         count, total = min(ROWS, rows), self.offs[-1:]
         at = torch.arange(count, device=total.device) * total.clamp(min=count) // max(count, 1)
-        self.exists, self.at = at < total, at.clamp(max=rows - 1)  # fewer rows in groups than ROWS: each of them once
+        self.exists, self.at = at < total, at.clamp(max=rows - 1)  # if groups have fewer rows than ROWS, each row once
         self.expert = torch.searchsorted(self.offs, self.at, right=True).clamp(max=self.offs.shape[0] - 1)
         self.starts = pad(self.offs, (1, -1))
 
@@ -145,8 +145,8 @@ class LayerWatch:
     """Measures a call of a layer: its first chunk of tokens.
 
     sent: the tokens of this rank before they travel; in backward, the gradients of the output. If rows travel in fp8,
-        the received rows have no original values to compare with, so `sent` is measured instead. None if the caller
-        quantized the tokens, because only the caller has the original values.
+        received rows have no original values to compare with, so `sent` is measured instead. If the caller quantized
+        the tokens, `sent` is None, because only the caller has the original values.
     """
 
     def __init__(self, up: Watch, down: Watch, call: Call, sent: Tensor | None) -> None:

@@ -1,8 +1,8 @@
 """A cache of quantized weights, which calls of `grouped_mm` and `experts` share until the parameter changes.
 
-The version counter of a parameter and its storage tell whether it changed. Some writes do not move the counter, such as
-writes of fused optimizers. So every optimizer step drops all weights except frozen ones of no group of the optimizer,
-and leaving the context that asked for the cache empties it.
+The version counter and the storage of a parameter tell whether the parameter changed. Some writes do not move the
+counter, such as writes of fused optimizers. So every optimizer step drops all weights except frozen weights that the
+optimizer does not own. Leaving the outermost context empties the cache.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ _PLAIN = (Tensor, Parameter)  # other subclasses may hold their values in other 
 
 @contextmanager
 def reuse_weights() -> Iterator[None]:
-    """Lets `grouped_mm` and `experts` quantize a weight once, and again only after the weight has changed.
+    """Within this context, `grouped_mm` and `experts` quantize a weight once, and again only after the weight changed.
 
         with moe_fp8_ext.reuse_weights():
             for batch in micro_batches:
                 loss(model(batch)).backward()
         optimizer.step()
 
-    Put it around the micro-batches of a step. If you use activation checkpointing, put it around forward and backward.
-    Outputs, gradients and errors do not change. Contexts may be nested, and affect all threads of the process, because
-    torch runs backward in its own threads.
+    Put the context around the micro-batches of a step. If you use activation checkpointing, put it around forward and
+    backward. Outputs, gradients and errors are the same with and without the context. Contexts may be nested. They
+    apply to all threads of the process, because torch runs backward in its own threads.
 
-    Both fp8 copies of a weight are reused. They take 2 bytes an element, and scales. A weight is reused if it is a leaf
-    or a view of one, and the leaf requires a gradient or is an `nn.Parameter`. Under `torch.autocast` the leaf is the
-    weight before the cast. A weight that the caller casts or computes is quantized in every call.
+    The cache keeps both fp8 copies of a weight: 2 bytes per element, plus scales. The weight must be a leaf or a view
+    of a leaf. The leaf must require a gradient or be an `nn.Parameter`. Under `torch.autocast` the leaf is the weight
+    before the cast. A weight that the caller casts or computes is quantized in every call.
 
     A weight is quantized again after
 
     - any write that its version counter sees: in place or by `load_state_dict`, also under `torch.no_grad`,
     - any step of a `torch.optim.Optimizer`, including fused optimizers, whose writes the version counter does not see.
-      A weight that needs no gradient and that the optimizer does not own stays: it is quantized once for all steps,
+      One exception: a weight that needs no gradient and that the optimizer does not own is quantized once for all
+      steps,
     - any change of its memory: `.data` is assigned, or its storage is replaced or moves.
 
-    It is quantized once for each format, dtype and rounding of a recipe, each dtype of autocast and each CUDA stream.
-    The copies are freed when the weight is used again after a change, when the weight is freed, at an optimizer step as
-    above, and when the outermost context is left.
+    The cache has separate copies for each format, dtype and rounding of a recipe, each dtype of autocast and each CUDA
+    stream. Copies are freed in these cases: the weight is used again after a change; the weight is freed; an optimizer
+    steps, as above; or the outermost context ends.
 
     The cache misses a write that neither moves the version counter nor changes the address of the memory. Leave the
     context before such a write changes a weight:
@@ -62,10 +63,10 @@ def reuse_weights() -> Iterator[None]:
     - a write by a kernel of another library, or by a replayed CUDA graph,
     - a sharded module that gathers its parameters to the same address.
 
-    Nothing is reused or kept under torch.compile or another tracer, while a CUDA graph is captured, in inference mode,
-    and for tensor subclasses. To reuse a weight in a graph, pass the result of `quantize_weight` to `grouped_mm` or
-    `experts`, with main_grad if the weight is trained. A CUDA graph reads it at the address of the capture: copy new
-    values and scales there by `Quantized.copy_`.
+    The cache has no effect under torch.compile or another tracer, while a CUDA graph is captured, in inference mode,
+    and for tensor subclasses. To reuse a weight in a graph, call `quantize_weight` outside the graph and pass its
+    result to `grouped_mm` or `experts`, with main_grad if the weight is trained. A CUDA graph reads the operand at the
+    address of the capture, so copy new values and scales to that address by `Quantized.copy_`.
 
     `torch.utils.swap_tensors` refuses a parameter while the cache has copies of it.
 
@@ -82,7 +83,7 @@ def reuse_weights() -> Iterator[None]:
 
 
 def reused(quantize: Callable[..., Copies], x: Tensor, *options: Hashable) -> Copies | None:
-    """Returns quantize(x, *options), or its result of an earlier call for the same x. None if x must not be reused."""
+    """Returns quantize(x, *options), or the result of an earlier call for the same x; None if x must not be cached."""
     if _is_compiling():
         return None
     weights = _scope.weights
@@ -108,7 +109,7 @@ class _Weight:
 
     def __init__(self, leaf: Tensor, x: Tensor, state: tuple[int, ...]) -> None:
         self.leaf = weakref.ref(leaf, functools.partial(_forget, id(leaf)))
-        # Holds the storage's address, which is part of the state, so that no other storage gets it.
+        # The address of the storage is part of the state. This reference keeps other storages from getting the address.
         self.storage = StorageWeakRef(x.untyped_storage())
         self.state = state
         self.copies: dict[Hashable, Copies] = {}
@@ -143,7 +144,7 @@ class _Scope:
                     hook.remove()
 
     def forget_trained(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Drops the weights that the optimizer may write, which are all except frozen weights of no group of it."""
+        """Drops all weights except frozen weights that the optimizer does not own."""
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         with self.lock:
             if self.depth:  # a new dict, because a call in another thread may still fill the old one
@@ -160,7 +161,7 @@ def _forget(key: int, _: weakref.ref) -> None:
 
 
 def _leaf(x: Tensor) -> Tensor | None:
-    """Returns the parameter that x is, or is a view of."""
+    """Returns x if x is a parameter, or the parameter that x is a view of."""
     if type(x) not in _PLAIN or x.is_inference() or x.is_neg():
         return None
     for leaf in (_torch.base_of(x), x):
@@ -170,7 +171,7 @@ def _leaf(x: Tensor) -> Tensor | None:
 
 
 def _forbids_reuse(x: Tensor) -> bool:
-    """Whether results computed now must not be used outside: they belong to a graph, or are inference tensors."""
+    """Whether a result must not outlive this call, because it belongs to a graph or is an inference tensor."""
     if torch.is_inference_mode_enabled():
         return True
     if _torch.is_traced():
