@@ -67,7 +67,8 @@ class AllToAll:
     ) -> Tensor:
         """Computes `moe_fp8_ext.experts` for this rank's tokens with the experts of all ranks. Differentiable once.
 
-        ids count all experts, and the weights are those of this rank's experts. options: as in `moe_fp8_ext.experts`.
+        ids count the experts of all ranks. The weights belong to this rank's experts. options are as in
+        `moe_fp8_ext.experts`.
         """
         # Scores stay with their tokens, so the layer's node does not see them.
         seen = topk_scores.detach() if isinstance(topk_scores, Tensor) else topk_scores

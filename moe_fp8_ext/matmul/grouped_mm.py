@@ -81,7 +81,7 @@ def grouped_mm(
     graph with a dynamic token count always keeps the fp8 copy. With the recipe's wgrad_high_precision, backward keeps A
     in bfloat16.
 
-    The arguments are those of `torch.nn.functional.grouped_mm`, with these limits: offs are required, A is [M, K], B_t
+    It takes the arguments of `torch.nn.functional.grouped_mm`, with these limits: offs are required, A is [M, K], B_t
     is [E, K, N], bias is None, and out_dtype is the dtype of the result. On a CPU, contents of offs and indices are
     always checked. On a GPU they are checked inside `moe_fp8_ext.validate()`.
 
