@@ -96,11 +96,11 @@ class Adapter(NamedTuple):
         The scaling is in the factor that narrows: A, and B in backward.
         """
         of_A, of_B = (1.0, self.scaling) if backward else (self.scaling, 1.0)
-        return Adapter(Factor(A, of_A), Factor(B.mT, of_B), *self[2:])
+        return self._replace(A=Factor(A, of_A), B=Factor(B.mT, of_B))
 
     def static(self) -> Adapter:
         """Returns the adapter without the tensors that autograd saves, for backward."""
-        return self if self.A is None else Adapter(None, None, *self[2:])
+        return self if self.A is None else self._replace(A=None, B=None)
 
     # ---- forward ----
 

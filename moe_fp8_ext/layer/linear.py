@@ -67,15 +67,15 @@ class ExpertLinear(NamedTuple):
     ) -> ExpertLinear:
         """Returns the projection with the tensors that autograd sees, and with its adapter's factors ready."""
         adapter = None if self.adapter is None else self.adapter.ready(A, B)
-        return ExpertLinear(self.delayed if weight is None else weight, bias, *self[2:-1], adapter)
+        return self._replace(weight=self.delayed if weight is None else weight, bias=bias, adapter=adapter)
 
     def of_backward(self, A: Tensor | None, B: Tensor | None) -> ExpertLinear:
         """Returns the projection with its adapter's factors ready for backward, if it has an adapter."""
-        return self if self.adapter is None else ExpertLinear(*self[:-1], self.adapter.ready(A, B, backward=True))
+        return self if self.adapter is None else self._replace(adapter=self.adapter.ready(A, B, backward=True))
 
     def static(self) -> ExpertLinear:
         """Returns the projection without the tensors that autograd saves, for backward."""
         adapter = None if self.adapter is None else self.adapter.static()
         if self.weight is self.bias is self.quantized is None and adapter is self.adapter:
             return self
-        return ExpertLinear(None, None, None, *self[3:-1], adapter)
+        return self._replace(weight=None, bias=None, quantized=None, adapter=adapter)

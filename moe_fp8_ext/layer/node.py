@@ -72,11 +72,7 @@ class Call(NamedTuple):
     def static(self) -> Call:
         """Returns the call without the tensors that autograd saves, for backward."""
         up, down = self.up.static(), self.down.static()
-        return self if up is self.up and down is self.down else self.of(up, down)
-
-    def of(self, up: ExpertLinear, down: ExpertLinear) -> Call:
-        """Returns the call with other projections."""
-        return Call(*self[:-3], up, down, self.delayed)
+        return self if up is self.up and down is self.down else self._replace(up=up, down=down)
 
 
 class Inputs(NamedTuple):
@@ -279,13 +275,13 @@ def _backward(
     engine, found = engine_of(call.recipe, call.rounding), []
     if call.is_adapted:
         up = call.up.of_backward(layer.A_gate_up, layer.B_gate_up)
-        call = call.of(up, call.down.of_backward(layer.A_down, layer.B_down))
+        call = call._replace(up=up, down=call.down.of_backward(layer.A_down, layer.B_down))
     up_t = partial(call.up.second, engine, Operand(layer.up_t, layer.up_t_scale), call.dtype)
     down_t = partial(call.down.second, engine, Operand(layer.down_t, layer.down_t_scale), call.dtype)
     if len(kept) > 1:  # chunks share the operands. A single chunk frees each one after its product
         up_t, down_t = _once(up_t), _once(down_t)
         up, down = (linear._replace(transposed=False) for linear in (call.up, call.down))  # totals are contiguous
-        call = call.of(up, down)
+        call = call._replace(up=up, down=down)
     weights = (WeightGradients if call.delayed is None else call.delayed.of_backward)(engine, call.up, call.down)
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)
