@@ -18,7 +18,7 @@ from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.distributed.exchange import Exchange
 from moe_fp8_ext.distributed.plan import OP, Agreement, CallMismatch, Ranks, StaticPlanner, named, refuse
 from moe_fp8_ext.layer.adapter import LoRA
-from moe_fp8_ext.layer.experts import Projection, layer_call
+from moe_fp8_ext.layer.experts import layer_call
 from moe_fp8_ext.layer.node import Call, LayerFunction
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.ops.checks import check_int, check_one_of
@@ -204,10 +204,10 @@ class ExpertParallel:
             for t in (x, topk_ids, topk_scores, w_gate_up, w_down, b_gate_up, b_down, *factors):
                 if is_dtensor(t):
                     refuse(f"tensors must be the rank's own, got a DTensor of {list(t.shape)}")
-            up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
-            down = Projection(w_down, b_down, main_grad_down, lora_down)
-            options = up, down, self._recipe_of_groups, activation, interleaved, keep, delay_wgrad
-            call, *inputs = layer_call(OP, x, topk_ids, topk_scores, *options)
+            tensors = x, topk_ids, topk_scores, w_gate_up, w_down
+            options = activation, interleaved, b_gate_up, b_down, keep, main_grad_gate_up, main_grad_down
+            more = lora_gate_up, lora_down, delay_wgrad
+            call, *inputs = layer_call(OP, *tensors, self._recipe_of_groups, *options, *more)
             agreement = Agreement(self._signature(x, topk_ids, call), self._call)
             messages = exchange.prepare(inputs[0], topk_ids.contiguous(), inputs[1])
         source = exchange.send(messages, agreement, (call.needs_scores, call.needs_x))
