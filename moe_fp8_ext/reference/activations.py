@@ -124,14 +124,8 @@ def add_bias(x, bias, offs):
     return round_to(x.float() + rows, x.dtype)
 
 
-def sum_groups(
-    x: Tensor,
-    offs: Tensor,
-    *,
-    scores: Tensor | None = None,
-    indices: Tensor | None = None,
-    top_k: int | None = None,
-) -> Tensor:
+@of_op
+def sum_groups(x, offs, scores, indices, top_k):
     """x [P, N] -> the sum of scores * x over the rows of each group, [E, N] in float32, in the order of the page.
 
     With indices [P], x [M, N] holds tokens, and scores belong to slots.
@@ -157,21 +151,10 @@ def sum_groups(
     return round_to(sums, torch.float32)
 
 
-def quantize_activated(
-    h: Tensor,
-    activation: str,
-    format: str,
-    *,
-    bias: Tensor | None = None,
-    offs: Tensor | None = None,
-    interleaved: bool = False,
-    keep_h: bool = True,
-    dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@of_op
+def quantize_activated(h, activation, format, bias, offs, interleaved, keep_h, **options):
     """h plus bias -> quantize_rows of the activations, by groups, and quantize_rows of h itself, without groups."""
     h = h if bias is None else add_bias(h, bias, offs)
-    options = {"dtype": dtype, "rounding": rounding}
     a = activate(h, activation, interleaved=interleaved)
     return *quantize_rows(a, format, offs=offs, **options), *quantize_rows(h if keep_h else h[:0], format, **options)
 
@@ -207,28 +190,14 @@ def activate_backward(grad, h, activation, scores, h_scale, format, indices, int
 
 @of_op
 def quantize_activated_backward(
-    grad,
-    h,
-    activation,
-    format,
-    offs,
-    scores,
-    h_scale,
-    indices,
-    interleaved,
-    align,
-    dtype,
-    grad_dtype,
-    rounding,
-    amax,
-    sum_grad_h,
+    h_scale, format, dtype, grad_dtype, amax, sum_grad_h, offs, align, rounding, **gradient_arguments
 ):
     """quantize_both of grad_h, the first two outputs of quantize_tokens of scores * a, padded_offs, grad_scores.
 
-    Then the sums of grad_h, without groups unless they are asked for.
+    Then the sums of grad_h, without groups unless they are asked for. All other arguments are of activate_backward.
     """
-    h_options = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
-    grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, indices=indices, **h_options)
+    h_format = None if h_scale is None else format
+    grad_h, a, grad_scores = activate_backward(h_scale=h_scale, format=h_format, **gradient_arguments)
     options = {"offs": offs, "align": align, "rounding": rounding}
     q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, dtype=grad_dtype or dtype, **options)
     a_q_t, a_scale_t, _ = quantize_tokens(a, format, dtype=dtype, amax=amax, **options)
@@ -237,11 +206,12 @@ def quantize_activated_backward(
 
 
 @of_op
-def quantize_activated_backward_rows(
-    grad, h, activation, format, offs, scores, h_scale, indices, interleaved, keep_grad_h, keep_a, dtype, rounding
-):
-    """quantize_rows of grad_h, by groups; grad_h and scores * a, without rows unless they are kept; grad_scores."""
-    h_options = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
-    grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, indices=indices, **h_options)
+def quantize_activated_backward_rows(h_scale, format, keep_grad_h, keep_a, offs, dtype, rounding, **gradient_arguments):
+    """quantize_rows of grad_h, by groups; grad_h and scores * a, without rows unless they are kept; grad_scores.
+
+    All other arguments are of activate_backward.
+    """
+    h_format = None if h_scale is None else format
+    grad_h, a, grad_scores = activate_backward(h_scale=h_scale, format=h_format, **gradient_arguments)
     q, scale = quantize_rows(grad_h, format, offs=offs, dtype=dtype, rounding=rounding)
     return q, scale, grad_h if keep_grad_h else grad_h[:0], a if keep_a else a[:0], grad_scores
