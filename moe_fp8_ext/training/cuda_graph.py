@@ -182,13 +182,13 @@ class Graphed:
         for grad, to in zip(recorded, self._sent, strict=True):
             to.copy_(grad)
         count = len(self._args)
-        of_args, of_parameters = self._gradients[:count], self._gradients[count:]
-        for parameter, gradient in zip(self._parameters, of_parameters, strict=True):
+        arg_gradients, parameter_gradients = self._gradients[:count], self._gradients[count:]
+        for parameter, gradient in zip(self._parameters, parameter_gradients, strict=True):
             if gradient is not None and _is_same_memory(parameter.grad, gradient):
                 parameter.grad = parameter.grad.clone()  # .grad is the graph's own tensor of an earlier backward
         self._replay_backward()
-        of_args = [None if gradient is None else gradient.clone() for gradient in of_args]
-        return [*of_args, *(None if gradient is None else gradient.detach() for gradient in of_parameters)]
+        arg_gradients = [None if gradient is None else gradient.clone() for gradient in arg_gradients]
+        return [*arg_gradients, *(None if gradient is None else gradient.detach() for gradient in parameter_gradients)]
 
 
 class _Replay(torch.autograd.Function):

@@ -112,8 +112,8 @@ class Watch:
         if x8 is not None and w8 is not None:
             with without_autocast(x):
                 y, y8 = x.float() @ tile[0].float().mT, x8 @ w8[0].mT
-            of_busiest = (rows.expert == busiest)[:, None]
-            y, noise = (torch.where(of_busiest, t, 0) for t in (y, y - y8))
+            is_busiest = (rows.expert == busiest)[:, None]
+            y, noise = (torch.where(is_busiest, t, 0) for t in (y, y - y8))
             self.put(None, ("product_sqnr",), _sqnr(y, noise)[None])
 
 
