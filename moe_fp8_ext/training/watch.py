@@ -1,8 +1,8 @@
 """Measures the operands of a sampled call, for `stats`. Forward chooses rows, and backward measures the same rows.
 
 A call keeps its `Watch` on its autograd node, because torch may run backward in another thread. For an operand along
-rows, the measured rows are quantized a second time, to the same bytes. A sampled step computes sums on the device, by as
-few ops as possible. The statistics are computed from the sums when somebody reads them.
+rows, the measured rows are quantized a second time, to the same bytes. A sampled step computes sums on the device, with
+few ops. The statistics are computed from the sums when somebody reads them.
 """
 
 from __future__ import annotations
