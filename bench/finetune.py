@@ -3,7 +3,8 @@
 `--impl ours` has the experts of an FP8 checkpoint, multiplied as they are, with adapters as factors. `--impl stock` is
 Transformers with PEFT in BF16, with experts by "grouped_mm". Weights are random, and so are tokens: routers send about
 as many to every expert. Adapters are on the linear layers of attention and on the weights of experts. Every layer is
-checkpointed. Both implementations have the same attention, optimizer and loss.
+checkpointed. Both implementations have the same attention, optimizer and loss. `--profile` says where the time of one
+more step goes.
 
 It needs transformers, peft and accelerate. Each implementation runs in a process of its own.
 """
@@ -18,15 +19,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
+import finetune_work
 import hf_models
 import peft
 import tables
 import torch
 import transformers
+import waterfall
 from run import environment
+from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -120,7 +126,8 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
     vocabulary = model.get_base_model().config.vocab_size
     generator = torch.Generator().manual_seed(1)
     size = args.sequences, args.context
-    batches = [torch.randint(vocabulary, size, generator=generator) for _ in range(args.warm + args.steps)]
+    number = args.warm + args.steps + args.profile
+    batches = [torch.randint(vocabulary, size, generator=generator) for _ in range(number)]
     batches = [batch.to(device) for batch in batches]
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
@@ -128,28 +135,41 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
         torch.cuda.reset_peak_memory_stats()
     losses, seconds = [], []
 
+    def step(tokens: Tensor) -> None:
+        with waterfall.mark(waterfall.ENDS):
+            loss = loss_of(model, tokens)
+        loss.backward()
+        with waterfall.mark(waterfall.OPTIMIZER):
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+
     def steps(batches: list[Tensor]) -> None:
         for tokens in batches:
             began = time.perf_counter()
-            loss = loss_of(model, tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            step(tokens)
             seconds.append(time.perf_counter() - began)
 
     with phases("warm"):
         steps(batches[: args.warm])
     with phases("steps"):
-        steps(batches[args.warm :])
-    assert all(map(math.isfinite, losses)), losses
+        steps(batches[args.warm : args.warm + args.steps])
     timed = seconds[args.warm :]
-    return dict(
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    profile = {}
+    if args.profile:
+        with phases("profile"):
+            call = partial(step, batches[-1])
+            profile = finetune_work.profile_of(call, model, args.impl, device, median(timed))
+        table = tabulate(profile["profile_ms"].items(), ("ms of a step", args.impl), floatfmt=".1f")
+        print(table, file=sys.stderr, flush=True)
+    assert all(map(math.isfinite, losses)), losses
+    return profile | dict(
         tokens_per_second=args.sequences * args.context * args.steps / sum(timed),
         step_seconds=[round(s, 6) for s in timed],
         losses=[round(loss, 4) for loss in losses],
         trained_parameters=sum(p.numel() for p in trained),
-        peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        peak_bytes=peak,
     )
 
 
@@ -200,6 +220,7 @@ def main() -> None:
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
     parser.add_argument("--warm", type=int, default=3, metavar="N", help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are timed")
+    parser.add_argument("--profile", action="store_true", help="say how the time of one more step is spent")
     parser.add_argument("--out", type=Path, metavar="FILE", help="add the result to this JSON file, such as "
                         f"bench/results/{tables.FINETUNE}")  # fmt: skip
     args = parser.parse_args()
