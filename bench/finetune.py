@@ -31,6 +31,7 @@ import tables
 import torch
 import transformers
 import waterfall
+from peft.helpers import disable_input_dtype_casting
 from run import environment
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -43,6 +44,9 @@ from moe_fp8_ext.integrations.transformers import register
 
 MODELS = "Qwen3-30B-A3B", "GLM-4.5-Air", "tiny"
 IMPLEMENTATIONS = {"ours": "moe_fp8_blockwise", "stock": "grouped_mm"}
+# Names of adapters that have a dtype: PEFT's default is float32. "autocast" is float32 too, with torch.autocast to
+# bfloat16, as Transformers' Trainer has it with bf16=True, and without PEFT's casts of inputs to float32 before it.
+ADAPTERS = {"autocast": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCK = [128, 128]
 TINY_LAYERS = 2
 LOSS_TOKENS = 1024  # logits are computed for so many tokens at a time
@@ -102,7 +106,7 @@ def with_adapters(model: nn.Module, args: argparse.Namespace, device: torch.devi
         model = peft.get_peft_model(model, config)
     for parameter in model.parameters():
         if parameter.requires_grad:  # PEFT makes adapters float32, whatever the weights are
-            parameter.data = parameter.data.to(getattr(torch, args.adapters))
+            parameter.data = parameter.data.to(ADAPTERS[args.adapters])
     if args.impl == "ours":
         moe_fp8_ext.convert_(model, "blockwise")
     model.get_base_model().gradient_checkpointing_enable(dict(use_reentrant=False))
@@ -135,8 +139,10 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
         torch.cuda.reset_peak_memory_stats()
     losses, seconds = [], []
 
+    is_autocast = args.adapters == "autocast"
+
     def step(tokens: Tensor) -> None:
-        with waterfall.mark(waterfall.ENDS):
+        with waterfall.mark(waterfall.ENDS), torch.autocast(device.type, torch.bfloat16, enabled=is_autocast):
             loss = loss_of(model, tokens)
         loss.backward()
         with waterfall.mark(waterfall.OPTIMIZER):
@@ -203,7 +209,8 @@ def run(args: argparse.Namespace, config: object, device: torch.device, phases: 
             model = loaded(args.checkpoint, args.impl, device)
     with phases("adapters"):
         model = with_adapters(model, args, device)
-    return train(model, args, device, phases)
+    with disable_input_dtype_casting(model, active=args.adapters == "autocast"):
+        return train(model, args, device, phases)
 
 
 def main() -> None:
@@ -216,7 +223,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--sequences", type=int, default=2, help="sequences of a step")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--adapters", choices=("float32", "bfloat16"), default="float32", help="dtype of A and B")
+    parser.add_argument("--adapters", choices=ADAPTERS, default="autocast", help="dtype of A and B: float32 with "
+                        "products in BF16 by torch.autocast, float32 or bfloat16; by default %(default)s")  # fmt: skip
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
     parser.add_argument("--warm", type=int, default=3, metavar="N", help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are timed")

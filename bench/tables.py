@@ -308,6 +308,8 @@ def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:
         "`bench/finetune.py`: experts in FP8 by `moe_fp8_ext` beside Transformers with PEFT in BF16. GB are 10^9 bytes "
         "allocated at the peak of training."
     )
+    if any(run["adapters"] == "autocast" for run in runs):
+        text += " Adapters by autocast are in float32, with products in BF16 by `torch.autocast`."
     headings = ("model", "step", "adapters", "GPU", "experts", "tokens/s", "x BF16", "peak GB", "of BF16's")
     body = [finetune_row(run, runs) for run in runs]
     table = tabulate(body, headings, tablefmt="github", colalign=["left"] * 5 + ["right"] * 4, disable_numparse=True)

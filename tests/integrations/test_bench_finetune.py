@@ -36,7 +36,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(
     "options",
-    ["--impl stock --profile", "--impl ours --profile", "--impl ours --checkpoint", "--impl ours --adapters bfloat16"],
+    ["--impl stock --profile", "--impl ours --profile", "--impl ours --checkpoint", "--impl ours --adapters float32"],
 )
 def test_finetune(bench, tmp_path, options, monkeypatch):
     work, words = importlib.import_module("finetune_work"), options.split()
@@ -77,6 +77,27 @@ def check_profile(found: dict, work: ModuleType) -> None:
     assert {op: kinds_of[op] for op in want} == want
     by_factors_and_weights = {work.LINEAR, work.ADAPTERS_OF_LINEAR, "router", "embeddings and loss"}
     assert by_factors_and_weights <= kinds_of["aten::mm"]
+
+
+@pytest.mark.parametrize("adapters", ["autocast", "float32", "bfloat16"])
+def test_dtype_of_adapters(bench, monkeypatch, adapters):
+    """Under autocast, no product of an adapter is in float32, in forward or where a checkpoint computes it again."""
+    program, seen, parameters = importlib.import_module("finetune"), [], []
+
+    def with_adapters(*args: object) -> object:
+        model = with_adapters_of_the_bench(*args)
+        parameters.extend(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+        for name, module in model.named_modules():
+            if name.endswith(("q_proj.lora_A.default", "q_proj.lora_B.default")):
+                module.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+        return model
+
+    with_adapters_of_the_bench = program.with_adapters
+    monkeypatch.setattr(program, "with_adapters", with_adapters)
+    bench("finetune", *FEW_STEPS, "--impl", "ours", "--adapters", adapters)
+    assert {*parameters} == {torch.bfloat16 if adapters == "bfloat16" else torch.float32}
+    product = torch.float32 if adapters == "float32" else torch.bfloat16
+    assert seen == [(product, product)] * len(seen) and len(seen) == 2 * 2 * 2  # A and B, in each pass of two steps
 
 
 def test_finetune_refuses_a_checkpoint_for_stock(bench, tmp_path):
