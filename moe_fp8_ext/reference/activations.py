@@ -14,6 +14,7 @@ from .dequantization import dequantize
 from .numerics import group_bounds, round_to
 from .quantize import quantize_both, quantize_rows, quantize_tokens
 from .signature import of_op
+from .tokens import permute_pad
 
 # Activations with gates and ups, and their gate functions. The others are their own gate functions.
 GATED = {"swiglu": "silu", "geglu": "gelu", "swiglu_oai": "clamped_silu"}
@@ -124,21 +125,20 @@ def add_bias(x, bias, offs):
     return round_to(x.float() + rows, x.dtype)
 
 
+def scores_of_rows(scores: Tensor, indices: Tensor) -> Tensor:
+    """scores of slots, indices [P] -> the scores of rows, [P]; zero where the index is no slot."""
+    return permute_pad(scores[:, None], indices, 1)[:, 0]
+
+
 @of_op
 def sum_groups(x, offs, scores, indices, top_k):
     """x [P, N] -> the sum of scores * x over the rows of each group, [E, N] in float32, in the order of the page.
 
     With indices [P], x [M, N] holds tokens, and scores belong to slots.
     """
-    x = x.float()
     if indices is not None:
-        is_slot = (indices >= 0) & (indices < len(x) * top_k)
-        slots = indices[is_slot].long()
-        rows = x.new_zeros(len(indices), x.shape[1])
-        rows[is_slot] = x[slots // top_k] if scores is None else x[slots // top_k] * scores[slots, None]
-        x = rows
-    elif scores is not None:
-        x = x * scores[:, None]
+        x, scores = permute_pad(x, indices, top_k), None if scores is None else scores_of_rows(scores, indices)
+    x = x.float() if scores is None else x.float() * scores[:, None]
     sums = torch.zeros(len(offs), x.shape[1], device=x.device)
     for e, (begin, end) in enumerate(group_bounds(offs, len(x))):
         parts = torch.nn.functional.pad(x[begin:end], (0, 0, 0, -(end - begin) % 256))
@@ -166,12 +166,10 @@ def activate_backward(grad, h, activation, scores, h_scale, format, indices, int
     With indices [P], scores and grad_scores belong to slots.
     """
     if indices is not None:
-        rows = ((indices >= 0) & (indices < len(scores))).nonzero().flatten()
-        slots, row_scores = indices[rows].long(), scores.new_zeros(len(h))
-        row_scores[rows] = scores[slots]
-        of_rows = row_scores, h_scale, format, None, interleaved
+        of_rows = scores_of_rows(scores, indices), h_scale, format, None, interleaved
         grad_h, a, grad_row_scores = activate_backward(grad, h, activation, *of_rows)
-        return grad_h, a, torch.zeros_like(scores).index_copy(0, slots, grad_row_scores[rows])
+        is_slot = (indices >= 0) & (indices < len(scores))
+        return grad_h, a, torch.zeros_like(scores).index_copy(0, indices[is_slot].long(), grad_row_scores[is_slot])
     if h_scale is not None:
         h = dequantize(h, h_scale, format, out_dtype=torch.float32)
     gate, up = gates_and_ups(h, activation, interleaved)
