@@ -138,45 +138,29 @@ def combine(y, inverse, topk_scores):
     return round_to(out, y.dtype)
 
 
-def combine_backward(
-    grad: Tensor,
-    y: Tensor | None,
-    topk_scores: Tensor | None,
-    inverse: Tensor,
-    num_rows: int,
-    *,
-    keep_grad_y: bool = True,
-) -> tuple[Tensor, Tensor]:
+@of_op
+def combine_backward(grad, y, topk_scores, inverse, num_rows, keep_grad_y):
     """grad [T, K], y [P, K], topk_scores and inverse [T, top_k] -> grad_y [num_rows, K], grad_scores [T, top_k].
 
     A row of y belongs to the largest slot that has it. Dot products are taken in float64 and rounded once; the op is
     within float32 error of them. Without y, grad_scores is [0]. Without keep_grad_y, slots share rows, and grad_y has
     none.
     """
-    row_of_slot, slots = inverse.reshape(-1).long(), torch.arange(inverse.numel(), device=grad.device)
-    scores_dtype = torch.float32 if topk_scores is None else topk_scores.dtype
-    if not keep_grad_y:  # slots may share rows
-        dots = torch.zeros(0 if y is None else inverse.numel(), dtype=torch.float64, device=grad.device)
-        if y is not None:
-            slots = slots[(row_of_slot >= 0) & (row_of_slot < num_rows)]
-            row_grads = grad[slots // max(inverse.shape[1], 1)].double()
-            dots[slots] = (row_grads * y[row_of_slot[slots]].double()).sum(1)
-            dots = dots.view(inverse.shape)
-        return grad.new_empty(0, grad.shape[1]), round_to(dots, scores_dtype)
-    slot_of_row = torch.full((num_rows,), -1, device=grad.device)
-    valid = (row_of_slot >= 0) & (row_of_slot < num_rows)
-    slot_of_row.scatter_reduce_(0, row_of_slot[valid], slots[valid], "amax")
-    rows = (slot_of_row >= 0).nonzero()[:, 0]
-    slots = slot_of_row[rows]
-    row_grads = grad[slots // max(inverse.shape[1], 1)]
-    weighted = row_grads.float()
-    if topk_scores is not None:
-        weighted = weighted * topk_scores.reshape(-1)[slots].float()[:, None]
-    grad_y = torch.zeros(num_rows, grad.shape[1], device=grad.device)
-    grad_y[rows] = weighted
+    row_of_slot = inverse.reshape(-1).long()
+    slots = ((row_of_slot >= 0) & (row_of_slot < num_rows)).nonzero()[:, 0]
+    if keep_grad_y:
+        slot_of_row = slots.new_full((num_rows,), -1).scatter_reduce(0, row_of_slot[slots], slots, "amax")
+        slots = slot_of_row[slot_of_row >= 0]
+    rows, row_grads = row_of_slot[slots], grad[slots // max(inverse.shape[1], 1)]
+    grad_y = torch.zeros(num_rows if keep_grad_y else 0, grad.shape[1], device=grad.device)
+    if keep_grad_y:
+        grad_y[rows] = row_grads.float()
+        if topk_scores is not None:
+            grad_y[rows] *= topk_scores.reshape(-1)[slots].float()[:, None]
     grad_scores = torch.zeros(0 if y is None else inverse.shape, dtype=torch.float64, device=grad.device)
     if y is not None:
         grad_scores.view(-1)[slots] = (row_grads.double() * y[rows].double()).sum(1)
+    scores_dtype = torch.float32 if topk_scores is None else topk_scores.dtype
     return round_to(grad_y, grad.dtype), round_to(grad_scores, scores_dtype)
 
 
@@ -194,7 +178,8 @@ def take_expert_columns(x, offs, indices, top_k):
     return out.view(x.dtype)
 
 
-def spread_expert_columns(y: Tensor, offs: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Tensor:
+@of_op
+def spread_expert_columns(y, offs, inverse, topk_scores):
     """y [P, R], inverse and topk_scores [T, top_k] -> [T, E * R]: `combine` for each group alone, side by side."""
     parts = []
     for start, end in group_bounds(offs, len(y)):
