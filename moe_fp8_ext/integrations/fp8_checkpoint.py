@@ -45,11 +45,10 @@ def scale_shape(q: Tensor) -> tuple[int, ...]:
     return FORMATS[_FORMAT].scale_of_weight(*q.shape).shape
 
 
-def frozen_weight(module: nn.Module, name: str) -> Quantized:
-    """Returns a weight of experts of an FP8 checkpoint as an operand. Its bytes are not copied."""
-    q, scale = peft.weight(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
+def frozen(q: Tensor, scale: Tensor) -> Quantized:
+    """Returns a weight of an FP8 checkpoint with its scales as an operand. Its bytes are not copied."""
     rounding = "pow2" if scale.dtype == torch.float8_e8m0fnu else None
-    return Quantized(q, scale.float(), _FORMAT, rounding=rounding)
+    return Quantized(q.detach(), scale.detach().float(), _FORMAT, rounding=rounding)
 
 
 def check_experts(module: nn.Module, recipe: Recipe) -> None:

@@ -24,7 +24,7 @@ from moe_fp8_ext.layer.bias import plus_bias
 from moe_fp8_ext.layer.experts import experts
 from moe_fp8_ext.matmul.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
-from moe_fp8_ext.ops.checks import INPUT_DTYPES, require
+from moe_fp8_ext.ops.checks import INPUT_DTYPES, fail, require
 from moe_fp8_ext.quantization.casting import autocast_dtype
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Quantized
@@ -244,8 +244,9 @@ class _ExpertParallelForward:
 def _inputs(module: torch.nn.Module, hidden_states: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Returns x and scores as `experts` takes them."""
     x, scores = hidden_states, top_k_weights.float().contiguous()
-    if autocast_dtype(x) is None and not fp8_checkpoint.is_quantized(module):  # autocast casts x and the weights
-        x = x.to(peft.stored(module, _up(module)).dtype)
+    dtype = peft.stored(module, _up(module)).dtype
+    if dtype in INPUT_DTYPES and autocast_dtype(x) is None:  # autocast casts x and the weights
+        x = x.to(dtype)
     return x, scores
 
 
@@ -347,18 +348,19 @@ def _check(module: torch.nn.Module, recipe: Recipe) -> None:
         fp8_checkpoint.check_experts(module, recipe)
         return
     for name in (_up(module), "down_proj"):
-        dtype = peft.stored(module, name).dtype
-        require(dtype in INPUT_DTYPES, f"moe_fp8: {name} must be bfloat16, float16 or float32, got {dtype}")
-        has_scales = isinstance(getattr(module, f"{name}_scale_inv", None), Tensor)
-        text = f"moe_fp8: {name} must be float8_e4m3fn beside {name}_scale_inv, got {dtype}"
-        require(not has_scales, f"{text}; a cast such as model.bfloat16() loses the scales: load the model again")
+        dtype, scale = peft.stored(module, name).dtype, f"{name}_scale_inv"
+        if dtype not in INPUT_DTYPES:
+            fail("moe_fp8", f"{name} must be bfloat16, float16 or float32, got {dtype}")
+        if isinstance(getattr(module, scale, None), Tensor):
+            text = f"{name} must be float8_e4m3fn beside {scale}, got {dtype}"
+            fail("moe_fp8", f"{text}; a cast such as model.bfloat16() loses the scales: load the model again")
 
 
 def _weight(module: torch.nn.Module, name: str) -> Tensor | Quantized:
     """Returns a weight as `grouped_mm` takes it: as [E, K, N], or in FP8 as it is stored."""
-    if fp8_checkpoint.is_quantized(module):
-        return fp8_checkpoint.frozen_weight(module, name)
     weight = peft.weight(module, name)
+    if weight.dtype not in INPUT_DTYPES:
+        return fp8_checkpoint.frozen(weight, getattr(module, f"{name}_scale_inv"))
     return weight if module.is_transposed else weight.transpose(-2, -1)
 
 
