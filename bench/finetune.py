@@ -109,7 +109,11 @@ def with_adapters(model: nn.Module, args: argparse.Namespace, device: torch.devi
             parameter.data = parameter.data.to(ADAPTERS[args.adapters])
     if args.impl == "ours":
         moe_fp8_ext.convert_(model, "blockwise")
-    model.get_base_model().gradient_checkpointing_enable(dict(use_reentrant=False))
+    base = model.get_base_model()
+    base.gradient_checkpointing_enable(dict(use_reentrant=False))
+    for layer in base.model.layers if args.compile else ():
+        for module in (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm):
+            module.forward = torch.compile(module.forward)  # and not the module, whose hooks would be compiled too
     return model.train()
 
 
@@ -182,7 +186,7 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
 def measure(args: argparse.Namespace, device: torch.device) -> dict:
     phases = Phases(device)
     config = config_of(args)
-    known = ("model", "impl", "rank", "context", "sequences", "adapters", "attention_only")
+    known = ("model", "impl", "rank", "context", "sequences", "adapters", "attention_only", "compile")
     result = environment(device) | {name: getattr(args, name) for name in known}
     result |= dict(layers=config.num_hidden_layers, of_layers=layers_of(args.model))
     result |= {name: version(name) for name in ("transformers", "peft")}
@@ -225,6 +229,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", choices=ADAPTERS, default="autocast", help="dtype of A and B: float32 with "
                         "products in BF16 by torch.autocast, float32 or bfloat16; by default %(default)s")  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="compile attention and norms of layers by torch.compile")
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
     parser.add_argument("--warm", type=int, default=3, metavar="N", help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are timed")

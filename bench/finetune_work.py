@@ -17,6 +17,7 @@ from torch.autograd.profiler_util import FunctionEvent
 PRODUCTS, ADAPTERS, OTHERS = "products of experts", "adapters of experts", "casts and other ops of experts"
 LINEAR, ADAPTERS_OF_LINEAR = "linear layers", "adapters of linear layers"
 ATTENTION, ROTARY = "attention", "rotary embeddings and copies for attention"
+COMPILED = "linear layers, adapters, norms and rotary embeddings of attention, compiled"
 OPS = 6  # of each kind, the ops with the most time
 # By implementation: kinds of work in experts, and what names of their ops begin with. Other ops there are OTHERS.
 EXPERTS = {
@@ -59,12 +60,18 @@ def parts_of(model: nn.Module) -> dict[nn.Module, str]:
         found[module] = ADAPTERS if _has_experts(module) else ADAPTERS_OF_LINEAR
         for factor in (*module.lora_A.values(), *module.lora_B.values()):
             found.pop(factor, None)
-    return found | {base.get_output_embeddings(): waterfall.ENDS}
+    found[base.get_output_embeddings()] = waterfall.ENDS
+    of_attention = (module for module, part in found.items() if part == waterfall.ATTENTION)
+    for module in [module for module in of_attention if "forward" in vars(module)]:
+        for inner in module.modules():
+            found.pop(inner, None)  # its hooks would be compiled too
+        found[module] = COMPILED
+    return found
 
 
 def kinds_of(ops: list[FunctionEvent], impl: str) -> dict[FunctionEvent, str | None]:
     """The kind of work of each op. Of the ops around a kernel, the outermost of the part that has a kind counts."""
-    names_of = {waterfall.EXPERTS: EXPERTS[impl], waterfall.ATTENTION: _ATTENTION}
+    names_of = {waterfall.EXPERTS: EXPERTS[impl], waterfall.ATTENTION: _ATTENTION, COMPILED: _ATTENTION}
     parts, named = waterfall.assigned(ops), {}
     for op, part in parts.items():
         around = named.get(op.cpu_parent) if parts.get(op.cpu_parent) == part else None

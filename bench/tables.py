@@ -330,10 +330,11 @@ def finetune_experts(run: dict) -> str:
 
 def finetune_row(run: dict, runs: list[dict]) -> list[str]:
     """A run, and its relation to the run of stock on the same GPU, of the same model and step."""
-    same = "device", "model", "layers", "rank", "context", "sequences", "adapters", "attention_only", "impl"
-    key = {name: run[name] for name in same} | {"impl": "stock"}
-    stock = next((other for other in runs if all(other[name] == value for name, value in key.items())), None)
+    same = "device", "model", "layers", "rank", "context", "sequences", "adapters", "attention_only", "compile", "impl"
+    key = {name: run.get(name) for name in same} | {"impl": "stock"}
+    stock = next((other for other in runs if all(other.get(name) == value for name, value in key.items())), None)
     layers = "" if run["layers"] == run["of_layers"] else f", {run['layers']} of {run['of_layers']} layers"
+    layers += ", attention compiled" if run.get("compile") else ""
     where = "attention" if run["attention_only"] else "attention and experts"
     cells = [f"{run['model']}{layers}", f"{run['sequences']} x {run['context']:,}"]
     cells += [f"r={run['rank']}, {run['adapters']}, {where}", f"{run['device']} at {(run['commit'] or 'unknown')[:7]}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -17,6 +18,7 @@ pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+SDPA = "aten::_scaled_dot_product_flash_attention_for_cpu"
 FEW_STEPS = "--model tiny --layers 1 --context 16 --sequences 1 --rank 2 --warm 1 --steps 1".split()
 
 
@@ -65,8 +67,7 @@ def check_profile(found: dict, work: ModuleType) -> None:
     for kind, ops in found["profile_ops"].items():
         for op in ops:
             kinds_of.setdefault(op, set()).add(kind)
-    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    want = {products: {work.PRODUCTS}, attention: {work.ATTENTION}, f"{attention}_backward": {work.ATTENTION}}
+    want = {products: {work.PRODUCTS}, SDPA: {work.ATTENTION}, f"{SDPA}_backward": {work.ATTENTION}}
     want |= {"aten::rsqrt": {"norms and residuals"}, "aten::topk": {"router"}, "aten::cos": {work.ROTARY}}
     want |= {"aten::nll_loss_backward": {"embeddings and loss"}, "aten::addcdiv_": {"optimizer"}}
     if found["impl"] == "ours":
@@ -98,6 +99,24 @@ def test_dtype_of_adapters(bench, monkeypatch, adapters):
     assert {*parameters} == {torch.bfloat16 if adapters == "bfloat16" else torch.float32}
     product = torch.float32 if adapters == "float32" else torch.bfloat16
     assert seen == [(product, product)] * len(seen) and len(seen) == 2 * 2 * 2  # A and B, in each pass of two steps
+
+
+def test_attention_is_compiled(bench, monkeypatch):
+    """One graph serves all layers, forward and again under checkpoint, and its ops have kinds of work."""
+    work = importlib.import_module("finetune_work")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(work, "OPS", 1000)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    options = (*FEW_STEPS, "--impl", "ours", "--layers", 3)
+    found, eager = (json.loads(bench("finetune", *options, *more)) for more in (["--compile", "--profile"], []))
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]  # attention and a norm
+    assert found["losses"][:2] == pytest.approx(eager["losses"], rel=1e-3)
+    of_attention = found["profile_ops"][work.ATTENTION]
+    assert {op for op in of_attention if op.startswith("aten::_scaled")} == {SDPA, f"{SDPA}_backward"}
+    assert "aten::mm" in found["profile_ops"][work.COMPILED] and work.LINEAR not in found["profile_ms"]
+    torch._dynamo.reset()
 
 
 def test_finetune_refuses_a_checkpoint_for_stock(bench, tmp_path):
