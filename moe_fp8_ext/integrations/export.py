@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext import ops
-from moe_fp8_ext.integrations.fp8_checkpoint import names_of
+from moe_fp8_ext.integrations.fp8_checkpoint import dequantized, names_of
 from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, fail, is_int
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
@@ -394,13 +394,6 @@ def _blocks(w: Tensor) -> tuple[int, ...]:
     return *w.shape[:-2], *(-(-size // _BLOCK) for size in w.shape[-2:])
 
 
-def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
-    """Returns q * scale in float32."""
-    w = q.float()
-    scale = scale.float().repeat_interleave(_BLOCK, -2).repeat_interleave(_BLOCK, -1)
-    return w.mul_(scale[..., : w.shape[-2], : w.shape[-1]])
-
-
 def _write_config(plan: _Plan, folder: Path) -> None:
     model = plan.model
     config = copy.deepcopy(model.config)
@@ -509,7 +502,7 @@ def _with_adapter(wrapper: nn.Module) -> nn.Module:
         name = getattr(wrapper, "parameter_name", "weight")
         weight = getattr(base, name)
         if _is_fp8(weight):  # PEFT would add to the values without regard to their scales
-            wide = _dequantize(weight, getattr(base, name + _SCALE))
+            wide = dequantized(weight, getattr(base, name + _SCALE), torch.float32)
             setattr(base, name, nn.Parameter(wide, requires_grad=False))
         wrapper.merge()
         if not wrapper.merged:  # no active adapter

@@ -110,10 +110,7 @@ def _factors(wrapper: nn.Module, name: str) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _handed_over(experts: nn.Module, name: str, lora: LoRA) -> Iterator[None]:
-    handed = vars(experts).get(_HANDED)
-    if handed is None:
-        handed = {}
-        setattr(experts, _HANDED, handed)
+    handed = vars(experts).setdefault(_HANDED, {})
     handed[name] = lora
     try:
         yield
@@ -121,8 +118,8 @@ def _handed_over(experts: nn.Module, name: str, lora: LoRA) -> Iterator[None]:
         require(name not in handed, f"moe_fp8: {text}; call convert_ or revert_ on the whole model")
     finally:
         handed.pop(name, None)
-        if not handed and hasattr(experts, _HANDED):
-            delattr(experts, _HANDED)
+        if not handed:
+            vars(experts).pop(_HANDED, None)
 
 
 def _changes(module: nn.Module, name: str) -> list[nn.Module]:
