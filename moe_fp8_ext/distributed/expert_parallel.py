@@ -120,7 +120,7 @@ class ExpertParallel:
             chunks,
             StaticPlanner(self.ranks, self.capacity, top_k) if mode == "static" else None,
         )
-        self._call, self._is_inside = 0, False  # the number of calls so far, and whether one is running
+        self._call = 0  # the number of calls so far
 
     def _check_arguments(self, ranks: int, capacity: float | None) -> None:
         if ranks > MAX_EXPERTS:
@@ -185,15 +185,16 @@ class ExpertParallel:
             self._check_capture()
         else:
             self._check_last_step()
-        with self._counted(), self.errors_on_all_ranks():
+        with self.errors_on_all_ranks():
             given = x, topk_ids, topk_scores, w_gate_up, w_down
             for value in (*given, *options.values()):
                 for t in value if isinstance(value, (tuple, list)) else (value,):  # adapters are tuples
                     if is_dtensor(t):
                         refuse(f"tensors must be the rank's own, got a DTensor of {list(t.shape)}")
             call, *inputs = call_with_options(OP, *given, self._recipe_of_groups, **options)
-            agreement = Agreement(self._signature(x, topk_ids, call), self._call)
+            agreement = Agreement(self._signature(x, topk_ids, call), self._call + 1)
             messages = exchange.prepare(inputs[0], topk_ids.contiguous(), inputs[1])
+        self._call += 1
         source = exchange.send(messages, agreement, (call.needs_scores, call.needs_x))
         del messages
         if not any(call.needs):
@@ -208,15 +209,6 @@ class ExpertParallel:
         return out if shared is None else out + shared
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Counts a call, also if it raises."""
-        self._call, self._is_inside = self._call + 1, True
-        try:
-            yield
-        finally:
-            self._is_inside = False
-
-    @contextmanager
     def errors_on_all_ranks(self) -> Iterator[None]:
         """A context for code that precedes `experts`, such as a router. If the code raises, the other ranks raise too.
 
@@ -226,8 +218,7 @@ class ExpertParallel:
         try:
             yield
         except Exception:
-            if not self._is_inside:
-                self._call += 1
+            self._call += 1
             if self._exchange.agreed is None:
                 self._exchange.exact.agree(None)
             raise

@@ -51,6 +51,13 @@ def frozen(q: Tensor, scale: Tensor) -> Quantized:
     return Quantized(q.detach(), scale.detach().float(), _FORMAT, rounding=rounding)
 
 
+def dequantized(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the values of a weight [N, K] or [E, N, K]."""
+    experts = q.detach() if q.dim() == 3 else q.detach()[None]
+    scale = scale.detach().float().view(len(experts), *scale.shape[-2:])
+    return dequantize(experts, scale, _FORMAT, out_dtype=dtype).view(q.shape)
+
+
 def check_experts(module: nn.Module, recipe: Recipe) -> None:
     """Checks that a recipe can multiply the experts of an FP8 checkpoint. Weights may be on the meta device.
 
@@ -145,11 +152,14 @@ def master_weights_(
             is not as above. Nothing has changed then.
         TypeError: model is no module, or filter is not callable.
     """
+    from transformers import PreTrainedModel
+
     from moe_fp8_ext.integrations import fp8_loading  # imported here, because it imports transformers
 
     op = "master_weights_"
     check_module(op, "model", model)
-    fp8_loading.check_pretrained(op, model)
+    is_pretrained = isinstance(model, PreTrainedModel)
+    require(is_pretrained, f"{op}: model must be what from_pretrained returned, got {type(model).__name__}")
     if filter is not None and not callable(filter):
         raise TypeError(f"{op}: filter must be callable, got {type(filter).__name__}")
     dtype = model.config.dtype if dtype is None else dtype
@@ -203,11 +213,7 @@ def _move_weights(old: nn.Module, new: nn.Module, dtype: torch.dtype) -> None:
     for name, _ in list(new.named_parameters(recurse=False)):
         parameter = getattr(old, name)
         if name in scales:
-            q, scale = parameter.detach(), scales.pop(name).detach().float()
-            shape = q.shape if q.dim() == 3 else (1, *q.shape)
-            values = dequantize(q.view(shape), scale.view(shape[0], *scale.shape[-2:]), _FORMAT, out_dtype=dtype)
-            parameter = nn.Parameter(values.view(q.shape))
-            del q, values
+            parameter = nn.Parameter(dequantized(parameter, scales.pop(name), dtype))
             delattr(old, f"{name}_scale_inv")
         delattr(old, name)
         setattr(new, name, parameter)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -89,7 +88,10 @@ def register(recipe: str | Recipe = "rowwise") -> None:
     """
     named = {"": get_recipe(recipe, "register"), **{f"_{name}": known for name, known in RECIPES.items()}}
     interface = _transformers_moe().ALL_EXPERTS_FUNCTIONS
-    ep_interface = _ep_interface()
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface as ep_interface
+    except ImportError:  # versions before 5.23.0
+        ep_interface = None
     for suffix, value in named.items():
         interface.register(f"moe_fp8{suffix}", partial(_experts_forward, value))
         if ep_interface is not None:
@@ -165,14 +167,6 @@ def _transformers_moe() -> ModuleType:
     if strange := (declared - _NEWER_LAYOUT) ^ _LAYOUT:
         raise ImportError(f"{_KNOWN} {found}, whose experts differ in {', '.join(sorted(strange))}")
     return moe
-
-
-def _ep_interface() -> type | None:
-    try:
-        from transformers.distributed.expert_parallel import EPImplementationInterface
-    except ImportError:  # versions before 5.23.0
-        return None
-    return EPImplementationInterface
 
 
 def _experts_forward(
@@ -256,7 +250,7 @@ def _experts_arguments(module: torch.nn.Module) -> dict[str, object] | None:
     if activation is None or getattr(module, "has_post_expert_norm", False):
         return None
     names = dict(gate_up=_up(module), down="down_proj")
-    weights = {f"w_{argument}": _transposed(_weight(module, name)) for argument, name in names.items()}
+    weights = {f"w_{argument}": _weight(module, name) for argument, name in names.items()}
     biases = {f"b_{argument}": getattr(module, f"{name}_bias") for argument, name in names.items() if module.has_bias}
     adapters = {f"lora_{argument}": peft.adapter(module, name) for argument, name in names.items()}
     return {**weights, **biases, **adapters, **activation}
@@ -298,15 +292,9 @@ def _act_fn(act: object) -> str | None:
         return "silu"
     kind = type(act)
     is_known = kind.__module__ in _ACTIVATION_MODULES and kind.forward.__module__ == kind.__module__
-    if not is_known or hasattr(kind.forward, "__wrapped__") or not is_plain(act, kind.forward):
+    if not is_known or hasattr(kind.forward, "__wrapped__") or "forward" in vars(act) or not _torch.has_no_hooks(act):
         return None
     return _ACTIVATIONS.get(kind.__name__)
-
-
-def is_plain(module: torch.nn.Module, forward: Callable[..., object]) -> bool:
-    """Whether a call of the module is a call of this function, without hooks."""
-    is_unchanged = type(module).forward is forward and "forward" not in vars(module)
-    return is_unchanged and _torch.has_no_hooks(module)
 
 
 def _composed_experts(recipe: Recipe, module: torch.nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
@@ -323,8 +311,10 @@ def _composed_experts(recipe: Recipe, module: torch.nn.Module, x: Tensor, ids: T
 
 def _linear(recipe: Recipe, module: torch.nn.Module, name: str, x: Tensor, offs: Tensor, **gathered: object) -> Tensor:
     weight = _weight(module, name)
-    if autocast_dtype(x) is None and isinstance(weight, Tensor):
-        x = x.to(weight.dtype)
+    if isinstance(weight, Tensor):
+        weight = weight.transpose(-2, -1)
+        if autocast_dtype(x) is None:
+            x = x.to(weight.dtype)
     out = grouped_mm(x, weight, offs, recipe=recipe, **gathered)
     adapter = peft.adapter(module, name)
     if adapter is not None:
@@ -357,13 +347,8 @@ def _check(module: torch.nn.Module, recipe: Recipe) -> None:
 
 
 def _weight(module: torch.nn.Module, name: str) -> Tensor | Quantized:
-    """Returns a weight as `grouped_mm` takes it: as [E, K, N], or in FP8 as it is stored."""
+    """Returns a weight as `experts` takes it: as [E, N, K], or in FP8 as it is stored."""
     weight = peft.weight(module, name)
     if weight.dtype not in INPUT_DTYPES:
         return fp8_checkpoint.frozen(weight, getattr(module, f"{name}_scale_inv"))
-    return weight if module.is_transposed else weight.transpose(-2, -1)
-
-
-def _transposed(weight: Tensor | Quantized) -> Tensor | Quantized:
-    """Returns a weight of `grouped_mm` as `experts` takes it."""
-    return weight.transpose(-2, -1) if isinstance(weight, Tensor) else weight
+    return weight.transpose(-2, -1) if module.is_transposed else weight

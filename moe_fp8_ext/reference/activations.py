@@ -187,31 +187,16 @@ def activate_backward(grad, h, activation, scores, h_scale, format, indices, int
 
 
 @of_op
-def quantize_activated_backward(
-    grad,
-    h,
-    activation,
-    format,
-    offs,
-    scores,
-    h_scale,
-    indices,
-    interleaved,
-    align,
-    dtype,
-    grad_dtype,
-    rounding,
-    amax,
-    sum_grad_h,
-):
+def quantize_activated_backward(grad, h, activation, format, offs, scores, h_scale, indices, interleaved, *options):
     """quantize_both of grad_h, the first two outputs of quantize_tokens of scores * a, padded_offs, grad_scores.
 
     Then the sums of grad_h, without groups unless they are asked for.
     """
+    align, dtype, grad_dtype, rounding, amax, sum_grad_h = options
     grad_h, a, grad_scores = activate_backward(grad, h, activation, scores, h_scale, format, indices, interleaved)
-    options = {"offs": offs, "align": align, "rounding": rounding}
-    q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, dtype=grad_dtype or dtype, **options)
-    a_q_t, a_scale_t, _ = quantize_tokens(a, format, dtype=dtype, amax=amax, **options)
+    how = {"offs": offs, "align": align, "rounding": rounding}
+    q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, dtype=grad_dtype or dtype, **how)
+    a_q_t, a_scale_t, _ = quantize_tokens(a, format, dtype=dtype, amax=amax, **how)
     grad_bias = sum_groups(grad_h, offs if sum_grad_h else offs[:0])
     return q, scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs, grad_scores, grad_bias
 

@@ -172,9 +172,7 @@ def _leaf(x: Tensor) -> Tensor | None:
 
 def _forbids_reuse(x: Tensor) -> bool:
     """Whether a result must not outlive this call, because it belongs to a graph or is an inference tensor."""
-    if torch.is_inference_mode_enabled():
-        return True
-    if _torch.is_traced():
+    if torch.is_inference_mode_enabled() or _torch.is_traced():
         return True
     if not x.is_cuda:
         return False
