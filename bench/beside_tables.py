@@ -127,10 +127,11 @@ def not_run(rows: list[Row]) -> list[str]:
         for name, why in failed.items():
             found.setdefault((name, why.replace("`", "'")), []).append(size_of(row))
     every = len({(row["sizes"], row["groups"]) for row in rows})
-    return [
+    lines = [
         f"- {name}, {'all sizes' if len(sizes) == every else '; '.join(sizes)}: `{why}`"
         for (name, why), sizes in found.items()
     ]
+    return [textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines]
 
 
 def faster(rows: list[Row]) -> list[str]:

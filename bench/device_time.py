@@ -7,7 +7,8 @@ own, without the ops that it calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 # The profiler's own work. Its events have numbers that are also numbers of ops.
 _OVERHEAD = {"Activity Buffer Request", "Buffer Flush", "Command Buffer Full", "Instrumentation", "Resource"}
 _USER_SCOPE = 7  # the scope of `record_function`
+IDLE = "no kernel"
 COUNTED = {"overlap": "divided"}  # in results whose times were counted as this module does
 
 
@@ -72,6 +74,36 @@ def time_of_ops(found: Profile) -> tuple[dict[FunctionEvent, float], float]:
         else:
             others += time
     return us, others
+
+
+def by_kind(found: Profile, kind_of: Mapping[FunctionEvent, str | None], rest: str) -> Counter[str]:
+    """Microseconds of each kind of work. Ops without a kind, and kernels that no op launched, are the `rest`."""
+    us_of, others = time_of_ops(found)
+    us = Counter({rest: others})
+    for op, time in us_of.items():
+        us[kind_of[op] or rest] += time
+    return us
+
+
+def longest_ops(
+    found: Profile, kind_of: Mapping[FunctionEvent, str | None], rest: str, number: int
+) -> dict[str, dict[str, float]]:
+    """Microseconds of the ops that take most of each kind of work."""
+    us: dict[str, Counter[str]] = {}
+    for op, time in time_of_ops(found)[0].items():
+        us.setdefault(kind_of[op] or rest, Counter())[op.name] += time
+    return {kind: dict(ops.most_common(number)) for kind, ops in us.items()}
+
+
+def of_step(us: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Milliseconds of a step by kind of work, the longest first.
+
+    Without a kernel is the GPU for the rest of `seconds`, the time of a step without the profiler, which slows down the
+    host. This rest is negative if the kernels of the profiled step took longer than the other steps.
+    """
+    ms = Counter({kind: time / 1000 for kind, time in us.items()})
+    ms[IDLE] = seconds * 1000 - ms.total()
+    return {kind: round(time, 2) for kind, time in ms.most_common()}
 
 
 def divided(intervals: list[tuple[float, float]]) -> list[float]:

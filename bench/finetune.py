@@ -3,7 +3,8 @@
 `--impl ours` has the experts of an FP8 checkpoint, multiplied as they are, with adapters as factors. `--impl stock` is
 Transformers with PEFT in BF16, with experts by "grouped_mm". Weights are random, and so are tokens: routers send about
 as many to every expert. Adapters are on the linear layers of attention and on the weights of experts. Every layer is
-checkpointed. Both implementations have the same attention, optimizer and loss.
+checkpointed. Both implementations have the same attention, optimizer and loss. `--profile` says where the time of one
+more step goes.
 
 It needs transformers, peft and accelerate. Each implementation runs in a process of its own.
 """
@@ -18,15 +19,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
+import finetune_work
 import hf_models
 import peft
 import tables
 import torch
 import transformers
+import waterfall
+from peft.helpers import disable_input_dtype_casting
 from run import environment
+from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -37,6 +44,9 @@ from moe_fp8_ext.integrations.transformers import register
 
 MODELS = "Qwen3-30B-A3B", "GLM-4.5-Air", "tiny"
 IMPLEMENTATIONS = {"ours": "moe_fp8_blockwise", "stock": "grouped_mm"}
+# Names of adapters that have a dtype: PEFT's default is float32. "autocast" is float32 too, with torch.autocast to
+# bfloat16, as Transformers' Trainer has it with bf16=True, and without PEFT's casts of inputs to float32 before it.
+ADAPTERS = {"autocast": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCK = [128, 128]
 TINY_LAYERS = 2
 LOSS_TOKENS = 1024  # logits are computed for so many tokens at a time
@@ -96,10 +106,14 @@ def with_adapters(model: nn.Module, args: argparse.Namespace, device: torch.devi
         model = peft.get_peft_model(model, config)
     for parameter in model.parameters():
         if parameter.requires_grad:  # PEFT makes adapters float32, whatever the weights are
-            parameter.data = parameter.data.to(getattr(torch, args.adapters))
+            parameter.data = parameter.data.to(ADAPTERS[args.adapters])
     if args.impl == "ours":
         moe_fp8_ext.convert_(model, "blockwise")
-    model.get_base_model().gradient_checkpointing_enable(dict(use_reentrant=False))
+    base = model.get_base_model()
+    base.gradient_checkpointing_enable(dict(use_reentrant=False))
+    for layer in base.model.layers if args.compile else ():
+        for module in (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm):
+            module.forward = torch.compile(module.forward)  # and not the module, whose hooks would be compiled too
     return model.train()
 
 
@@ -120,7 +134,8 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
     vocabulary = model.get_base_model().config.vocab_size
     generator = torch.Generator().manual_seed(1)
     size = args.sequences, args.context
-    batches = [torch.randint(vocabulary, size, generator=generator) for _ in range(args.warm + args.steps)]
+    number = args.warm + args.steps + args.profile
+    batches = [torch.randint(vocabulary, size, generator=generator) for _ in range(number)]
     batches = [batch.to(device) for batch in batches]
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
@@ -128,35 +143,50 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
         torch.cuda.reset_peak_memory_stats()
     losses, seconds = [], []
 
+    is_autocast = args.adapters == "autocast"
+
+    def step(tokens: Tensor) -> None:
+        with waterfall.mark(waterfall.ENDS), torch.autocast(device.type, torch.bfloat16, enabled=is_autocast):
+            loss = loss_of(model, tokens)
+        loss.backward()
+        with waterfall.mark(waterfall.OPTIMIZER):
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+
     def steps(batches: list[Tensor]) -> None:
         for tokens in batches:
             began = time.perf_counter()
-            loss = loss_of(model, tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            step(tokens)
             seconds.append(time.perf_counter() - began)
 
     with phases("warm"):
         steps(batches[: args.warm])
     with phases("steps"):
-        steps(batches[args.warm :])
-    assert all(map(math.isfinite, losses)), losses
+        steps(batches[args.warm : args.warm + args.steps])
     timed = seconds[args.warm :]
-    return dict(
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    profile = {}
+    if args.profile:
+        with phases("profile"):
+            call = partial(step, batches[-1])
+            profile = finetune_work.profile_of(call, model, args.impl, device, median(timed))
+        table = tabulate(profile["profile_ms"].items(), ("ms of a step", args.impl), floatfmt=".1f")
+        print(table, file=sys.stderr, flush=True)
+    assert all(map(math.isfinite, losses)), losses
+    return profile | dict(
         tokens_per_second=args.sequences * args.context * args.steps / sum(timed),
         step_seconds=[round(s, 6) for s in timed],
         losses=[round(loss, 4) for loss in losses],
         trained_parameters=sum(p.numel() for p in trained),
-        peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        peak_bytes=peak,
     )
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> dict:
     phases = Phases(device)
     config = config_of(args)
-    known = ("model", "impl", "rank", "context", "sequences", "adapters", "attention_only")
+    known = ("model", "impl", "rank", "context", "sequences", "adapters", "attention_only", "compile")
     result = environment(device) | {name: getattr(args, name) for name in known}
     result |= dict(layers=config.num_hidden_layers, of_layers=layers_of(args.model))
     result |= {name: version(name) for name in ("transformers", "peft")}
@@ -183,7 +213,8 @@ def run(args: argparse.Namespace, config: object, device: torch.device, phases: 
             model = loaded(args.checkpoint, args.impl, device)
     with phases("adapters"):
         model = with_adapters(model, args, device)
-    return train(model, args, device, phases)
+    with disable_input_dtype_casting(model, active=args.adapters == "autocast"):
+        return train(model, args, device, phases)
 
 
 def main() -> None:
@@ -196,10 +227,13 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--sequences", type=int, default=2, help="sequences of a step")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--adapters", choices=("float32", "bfloat16"), default="float32", help="dtype of A and B")
+    parser.add_argument("--adapters", choices=ADAPTERS, default="autocast", help="dtype of A and B: float32 with "
+                        "products in BF16 by torch.autocast, float32 or bfloat16; by default %(default)s")  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="compile attention and norms of layers by torch.compile")
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
     parser.add_argument("--warm", type=int, default=3, metavar="N", help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are timed")
+    parser.add_argument("--profile", action="store_true", help="say how the time of one more step is spent")
     parser.add_argument("--out", type=Path, metavar="FILE", help="add the result to this JSON file, such as "
                         f"bench/results/{tables.FINETUNE}")  # fmt: skip
     args = parser.parse_args()

@@ -22,7 +22,6 @@ import json
 import os
 import sysconfig
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -71,7 +70,7 @@ WORK = {
     "messages between ranks": ("nccl:", "c10d::", "record_param_comms"),
     "optimizer": ("aten::_foreach", "aten::_fused", "aten::_amp", "aten::_local_scalar"),
 }
-IDLE = "no kernel"
+OTHER = "other"  # work of no kind
 VOCABULARY = 256
 QWEN3_30B_A3B = dict(
     hidden_size=2048,
@@ -238,28 +237,19 @@ def measure(
 
 
 def profile_of(run: Run, batch: Tensor, seconds: float) -> dict:
-    """Milliseconds of a step by kind of work, and the ops with the most time.
-
-    Without a kernel is the GPU for the rest of `seconds`, the time of a step without the profiler, which slows down the
-    host. This rest is negative if the kernels of the profiled step took longer than the other steps.
-    """
+    """Milliseconds of a step by kind of work, and the ops with the most time: name, number, milliseconds."""
     found = device_time.profiled(lambda: run.step(batch), batch.device)
-    us_of, others = device_time.time_of_ops(found)
+    of_kinds = device_time.by_kind(found, {op: work_of(op.name) for op in found.ops}, OTHER)
     of_ops: dict[str, list[float]] = {}
-    for op, us in us_of.items():
+    for op, us in device_time.time_of_ops(found)[0].items():
         if us:
             of_ops.setdefault(op.name, []).append(us / 1000)
-    ms = Counter({"other": others / 1000})
-    for name, times in of_ops.items():
-        ms[work_of(name)] += sum(times)
-    ms[IDLE] = seconds * 1000 - ms.total()
     ops = [(name, len(times), round(sum(times), 3)) for name, times in of_ops.items()]
-    by_time = sorted(ops, key=lambda op: -op[2])[:30]
-    return {"profile_ms": {kind: round(value, 2) for kind, value in ms.most_common()}, "ops": by_time}
+    return {"profile_ms": device_time.of_step(of_kinds, seconds), "ops": sorted(ops, key=lambda op: -op[2])[:30]}
 
 
 def work_of(op: str) -> str:
-    return next((kind for kind, starts in WORK.items() if op.startswith(starts)), "other")
+    return next((kind for kind, starts in WORK.items() if op.startswith(starts)), OTHER)
 
 
 def table(runs: list[dict]) -> str:
@@ -280,7 +270,8 @@ def table(runs: list[dict]) -> str:
 def profile_table(runs: list[dict]) -> str:
     """Milliseconds of a step: a line for each kind of work, a column for each run."""
     runs = [run for run in runs if "profile_ms" in run]
-    body = [(kind, *(f"{run['profile_ms'].get(kind, 0):.1f}" for run in runs)) for kind in (*WORK, "other", IDLE)]
+    kinds = *WORK, OTHER, device_time.IDLE
+    body = [(kind, *(f"{run['profile_ms'].get(kind, 0):.1f}" for run in runs)) for kind in kinds]
     return tabulate(body, ("ms of a step", *(run["kind"] for run in runs)), disable_numparse=True)
 
 

@@ -271,7 +271,7 @@ def megatron_part(result: dict) -> str:
     parts = [textwrap.fill(text, 120), tabulate(body, headings, "github", colalign=colalign, disable_numparse=True)]
     if any("profile_ms" in run for run in runs):
         said = f"Milliseconds of a step, by kind of work. {device_time.said(result)}"
-        parts += [textwrap.fill(said, 120), megatron_profile(runs)]
+        parts += [textwrap.fill(said, 120), profile_table(runs, [megatron_name(run["kind"]) for run in runs])]
     return "\n\n".join(parts)
 
 
@@ -290,14 +290,13 @@ def megatron_row(run: dict, by_kind: dict[str, dict]) -> tuple[str, ...]:
     return megatron_name(run["kind"]), *speeds, peak, f"{sum(run['losses'][-5:]) / 5:.3f}"
 
 
-def megatron_profile(runs: list[dict]) -> str:
-    """Lines are kinds of work, the longest of the last run first."""
-    runs = [run for run in runs if "profile_ms" in run]
+def profile_table(runs: list[dict], names: list[str]) -> str:
+    """Lines are kinds of work, the longest of the last run first. Columns are the runs that were profiled."""
+    names, runs = zip(*(pair for pair in zip(names, runs, strict=True) if "profile_ms" in pair[1]), strict=True)
     kinds = dict.fromkeys(kind for run in runs[::-1] for kind in run["profile_ms"])
     body = [(kind, *(f"{run['profile_ms'].get(kind, 0):,.1f}" for run in runs)) for kind in kinds]
-    headings = ("work", *(megatron_name(run["kind"]) for run in runs))
     align = ["left"] + ["right"] * len(runs)
-    return tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
+    return tabulate(body, ("work", *names), tablefmt="github", colalign=align, disable_numparse=True)
 
 
 def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:
@@ -309,22 +308,37 @@ def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:
         "`bench/finetune.py`: experts in FP8 by `moe_fp8_ext` beside Transformers with PEFT in BF16. GB are 10^9 bytes "
         "allocated at the peak of training."
     )
+    if any(run["adapters"] == "autocast" for run in runs):
+        text += " Adapters by autocast are in float32, with products in BF16 by `torch.autocast`."
     headings = ("model", "step", "adapters", "GPU", "experts", "tokens/s", "x BF16", "peak GB", "of BF16's")
     body = [finetune_row(run, runs) for run in runs]
     table = tabulate(body, headings, tablefmt="github", colalign=["left"] * 5 + ["right"] * 4, disable_numparse=True)
-    return "\n\n".join([textwrap.fill(text, 120), table, *([finetune_losses_text(losses)] if losses else [])])
+    parts = [textwrap.fill(text, 120), table]
+    if profiled := [run for run in runs if "profile_ms" in run]:
+        said = f"Milliseconds of a step, by kind of work. {device_time.said(profiled[0])}"
+        parts += [textwrap.fill(said, 120), profile_table(runs, [finetune_name(run) for run in runs])]
+    return "\n\n".join([*parts, *([finetune_losses_text(losses)] if losses else [])])
+
+
+def finetune_name(run: dict) -> str:
+    return f"{run['model']}, {run['device'].removeprefix('NVIDIA ')}, {finetune_experts(run)}"
+
+
+def finetune_experts(run: dict) -> str:
+    return "Transformers + PEFT, BF16" if run["impl"] == "stock" else "moe_fp8_ext, FP8"
 
 
 def finetune_row(run: dict, runs: list[dict]) -> list[str]:
     """A run, and its relation to the run of stock on the same GPU, of the same model and step."""
-    same = "device", "model", "layers", "rank", "context", "sequences", "adapters", "attention_only", "impl"
-    key = {name: run[name] for name in same} | {"impl": "stock"}
-    stock = next((other for other in runs if all(other[name] == value for name, value in key.items())), None)
+    same = "device", "model", "layers", "rank", "context", "sequences", "adapters", "attention_only", "compile", "impl"
+    key = {name: run.get(name) for name in same} | {"impl": "stock"}
+    stock = next((other for other in runs if all(other.get(name) == value for name, value in key.items())), None)
     layers = "" if run["layers"] == run["of_layers"] else f", {run['layers']} of {run['of_layers']} layers"
+    layers += ", attention compiled" if run.get("compile") else ""
     where = "attention" if run["attention_only"] else "attention and experts"
     cells = [f"{run['model']}{layers}", f"{run['sequences']} x {run['context']:,}"]
     cells += [f"r={run['rank']}, {run['adapters']}, {where}", f"{run['device']} at {(run['commit'] or 'unknown')[:7]}"]
-    cells.append("Transformers + PEFT, BF16" if run["impl"] == "stock" else "moe_fp8_ext, FP8")
+    cells.append(finetune_experts(run))
     if "out_of_memory" in run:
         return [*cells, "out of memory", "", "", ""]
     speed, peak = run["tokens_per_second"], run["peak_bytes"]

@@ -7,11 +7,11 @@ it, and `device_time` says how long it ran.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from device_time import Profile, time_of_ops
+import device_time
+from device_time import Profile
 from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import record_function
@@ -85,11 +85,7 @@ def microseconds(found: Profile) -> dict[str, float]:
 
 def ops_of(found: Profile, number: int) -> dict[str, dict[str, float]]:
     """Microseconds of the ops that take most of each part."""
-    part_of, (us_of, _) = assigned(found.ops), time_of_ops(found)
-    us: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
-    for op, part in part_of.items():
-        us[part or REST][op.name] += us_of[op]
-    return {part: dict(ops.most_common(number)) for part, ops in us.items()}
+    return device_time.longest_ops(found, assigned(found.ops), REST, number)
 
 
 def assigned(ops: list[FunctionEvent]) -> dict[FunctionEvent, str | None]:
@@ -124,10 +120,7 @@ def by_op(found: Profile, kinds: dict[str, tuple[str, ...]]) -> dict[str, float]
 
 
 def _summed(found: Profile, kind_of: dict[FunctionEvent, str | None], order: tuple[str, ...]) -> dict[str, float]:
-    us_of, others = time_of_ops(found)
-    us = Counter({REST: others})
-    for op, kind in kind_of.items():
-        us[kind or REST] += us_of[op]
+    us = device_time.by_kind(found, kind_of, REST)
     return {kind: us[kind] for kind in order if us[kind]}
 
 

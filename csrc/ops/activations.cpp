@@ -121,10 +121,10 @@ Results<1> activate_op(const Tensor& h, std::string_view activation, bool interl
 
 Results<1> add_bias_op(const Tensor& x, const Tensor& bias, const Tensor& offs) {
   validate_offs(kAddBias, offs, x.sizes[0]);
-  const GroupBias of_groups = check_bias({kAddBias, "bias"}, bias, x, offs);
+  const GroupBias group_bias = check_bias({kAddBias, "bias"}, bias, x, offs);
   const Call call(kAddBias, "x", x);
   Handle out = call.empty({x.sizes[0], x.sizes[1]}, x.dtype);
-  const AddBiasParams p = {x.data, of_groups, data(out), x.sizes[0], x.sizes[1], x.strides[0], in_type(x)};
+  const AddBiasParams p = {x.data, group_bias, data(out), x.sizes[0], x.sizes[1], x.strides[0], in_type(x)};
   MOE_FP8_RUN(call, add_bias, p);
   return results(out);
 }

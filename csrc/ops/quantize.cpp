@@ -125,10 +125,10 @@ Results<4> quantize_weight_op(const Tensor& w, std::string_view format, std::opt
   p.align = f.align;
   const Call call(kWeight, "w", w);
   p.out = check_fp8(call, kWeight, dtype);
-  const int64_t of_rows = p.along_rows ? p.E : 0, of_columns = p.along_tokens ? p.E : 0;  // experts of the outputs
-  Handle q = call.empty({of_rows, p.rows, p.K}, p.out), q_t = call.empty({of_columns, p.K, p.rows}, p.out);
-  Handle scale = call.empty(scales_of_weight(f, of_rows, p.rows, p.K), f.scale_type);
-  Handle scale_t = call.empty(scales_of_weight(f, of_columns, p.K, p.rows), f.scale_type);
+  const int64_t row_experts = p.along_rows ? p.E : 0, column_experts = p.along_tokens ? p.E : 0;
+  Handle q = call.empty({row_experts, p.rows, p.K}, p.out), q_t = call.empty({column_experts, p.K, p.rows}, p.out);
+  Handle scale = call.empty(scales_of_weight(f, row_experts, p.rows, p.K), f.scale_type);
+  Handle scale_t = call.empty(scales_of_weight(f, column_experts, p.K, p.rows), f.scale_type);
   p.q = data<uint8_t>(q);
   p.scale = data(scale);
   p.q_t = data<uint8_t>(q_t);

@@ -140,12 +140,12 @@ MOE_DEVICE StripSlice slice_of(const ColumnsPlan& p, const Groups& groups, uint3
   w.group = groups.at(i);
   const Span g = groups.span(w.group);
   const Split split = split_of(p, g);
-  const int of_group = int(share) - groups.shares_before(i);
+  const int in_group = int(share) - groups.shares_before(i);
   blocks_log2 -= split.strips_log2;
   w.blocks = 1 << blocks_log2;
   w.block = block % w.blocks;
-  w.strip = (of_group / split.team_size << split.strips_log2) + (block >> blocks_log2);
-  w.team_rank = of_group % split.team_size;
+  w.strip = (in_group / split.team_size << split.strips_log2) + (block >> blocks_log2);
+  w.team_rank = in_group % split.team_size;
   w.team_size = g.rows > 0 ? split.team_size : 1;
   w.begin = g.begin;
   w.end = g.end;

@@ -64,8 +64,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kExpertColumnBlocks)
   constexpr int n = Access::kElements;
   __shared__ int begins[kMaxExperts + 1];
   const Access access(p.in);
-  const int lane = threadIdx.x % kWarpSize, of_expert = int(p.R / n), top_k = int(p.top_k);
-  const int64_t vecs = p.E * of_expert;
+  const int lane = threadIdx.x % kWarpSize, expert_vecs = int(p.R / n), top_k = int(p.top_k);
+  const int64_t vecs = p.E * expert_vecs;
   wait_for_previous_kernel();
   find_begins(begins, p.offs, int(p.E), int(p.P));
 #pragma unroll 1
@@ -73,8 +73,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kExpertColumnBlocks)
     ColumnSlot slot = load_slot(p, begins, token, lane);
 #pragma unroll 1
     for (int64_t first_vec = 0; first_vec < vecs; first_vec += kWarpSize) {
-      const int64_t v = first_vec + lane, column = v % of_expert * n;
-      const int e = int(v / of_expert);
+      const int64_t v = first_vec + lane, column = v % expert_vecs * n;
+      const int e = int(v / expert_vecs);
       float sum[n] = {};
 #pragma unroll 1
       for (int first = 0; first < top_k; first += kWarpSize) {

@@ -25,11 +25,11 @@ from moe_fp8_ext.distributed.plan import (
     Transfer,
 )
 from moe_fp8_ext.layer.source import Chunk, Source
-from moe_fp8_ext.matmul.engine import Groups, engine_of
+from moe_fp8_ext.matmul.engine import Groups
 from moe_fp8_ext.ops.dispatch import below_autograd
 from moe_fp8_ext.quantization.casting import row_major
 from moe_fp8_ext.quantization.prepare import Operand, operand_of_rows
-from moe_fp8_ext.quantization.recipe import Recipe
+from moe_fp8_ext.quantization.recipe import Recipe, Rule
 
 _combine = torch.ops.moe_fp8.combine.default
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
@@ -63,18 +63,15 @@ class Exchange:
         self,
         ranks: Ranks,
         recipe: Recipe,
-        *,
-        fp8_tokens: bool,
-        fp8_gradients: bool,
+        casts: Rule | None,
+        gradient_casts: Rule | None,
         chunks: int,
         static: StaticPlanner | None,
     ) -> None:
         self.ranks, self.recipe, self.chunks = ranks, recipe, chunks
         self.num_experts = ranks.size * ranks.num_local_experts
         self.exact, self.static = ExactPlanner(ranks, chunks), static
-        rule = engine_of(recipe).rule if fp8_tokens or fp8_gradients else None
-        self._casts = rule(gradient=False) if fp8_tokens else None
-        self._gradient_casts = rule(gradient=True) if fp8_gradients else None
+        self._casts, self._gradient_casts = casts, gradient_casts
         self._local_of = self._local_experts()
         self.agreed: Agreement | None = None  # set by the first call of a static exchange; later calls do not ask ranks
         self.has_ended_step = False  # whether a step has ended since `ExpertParallel` called its `check` itself

@@ -16,11 +16,10 @@ from moe_fp8_ext import _torch
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.distributed.exchange import Exchange
+from moe_fp8_ext.distributed.message import rule_of_tokens
 from moe_fp8_ext.distributed.plan import OP, Agreement, CallMismatch, Ranks, StaticPlanner, named, refuse
-from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.experts import layer_call
 from moe_fp8_ext.layer.node import Call, LayerFunction
-from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.ops.checks import check_int, check_one_of
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
@@ -105,9 +104,7 @@ class ExpertParallel:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.num_experts, self.top_k, self.recipe = num_experts, top_k, get_recipe(recipe, OP)
         self.gradients, self.mode, self.capacity = gradients, mode, ranks if capacity is None else capacity
-        self.chunks = chunks
-        self.overflow = overflow
-        self._fp8_tokens = self.recipe.format is not None and not self.recipe.wgrad_high_precision
+        self.chunks, self.overflow = chunks, overflow
         self._check_arguments(ranks, capacity)
         device = torch.device("cpu")
         if "nccl" in dist.get_backend_config(group):
@@ -118,12 +115,12 @@ class ExpertParallel:
         self._exchange = Exchange(
             self.ranks,
             self.recipe,
-            fp8_tokens=self._fp8_tokens,
-            fp8_gradients=gradients == "fp8",
-            chunks=chunks,
-            static=StaticPlanner(self.ranks, self.capacity, top_k) if mode == "static" else None,
+            rule_of_tokens(self.recipe),
+            self.recipe.rule(gradient=True) if gradients == "fp8" else None,
+            chunks,
+            StaticPlanner(self.ranks, self.capacity, top_k) if mode == "static" else None,
         )
-        self._call, self._is_inside = 0, False  # the number of calls so far, and whether one is running
+        self._call = 0  # the number of calls so far
 
     def _check_arguments(self, ranks: int, capacity: float | None) -> None:
         if ranks > MAX_EXPERTS:
@@ -132,13 +129,12 @@ class ExpertParallel:
             refuse(f"num_experts must be a multiple of the {ranks} ranks, got {self.num_experts}")
         if self.num_experts > ranks * MAX_EXPERTS:
             refuse(f"num_experts must be at most {MAX_EXPERTS} a rank, got {self.num_experts} for {ranks}")
-        if self.top_k < 1:
-            refuse(f"top_k must be at least 1, got {self.top_k}")
-        if self.chunks < 1:
-            refuse(f"chunks must be at least 1, got {self.chunks}")
+        for name, count in (("top_k", self.top_k), ("chunks", self.chunks)):
+            if count < 1:
+                refuse(f"{name} must be at least 1, got {count}")
         if self.recipe.bf16_where_faster:
             refuse(f'recipe must be the same for all sizes, got {self.recipe.name!r}, which is "bf16" for some')
-        if self.gradients == "fp8" and not self._fp8_tokens:
+        if self.gradients == "fp8" and rule_of_tokens(self.recipe) is None:
             refuse("gradients must be 'bf16' with recipe \"bf16\" and with wgrad_high_precision, got 'fp8'")
         fits = isinstance(capacity, Real) and self.mode == "static" and 0 < capacity <= ranks
         if capacity is not None and not fits:
@@ -153,29 +149,19 @@ class ExpertParallel:
         w_gate_up: Tensor | Quantized | Pair,
         w_down: Tensor | Quantized | Pair,
         *,
-        activation: str = "swiglu",
-        interleaved: bool = False,
-        b_gate_up: Tensor | None = None,
-        b_down: Tensor | None = None,
-        keep: str = "fp8",
-        main_grad_gate_up: Tensor | None = None,
-        main_grad_down: Tensor | None = None,
-        lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
-        lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
-        delay_wgrad: DelayedWgrads | None = None,
         shared_experts: Callable[[Tensor], Tensor] | None = None,
+        **options: object,
     ) -> Tensor:
         """Computes `moe_fp8_ext.experts` for this rank's tokens with the experts of all ranks. Differentiable once.
 
         Args:
             x, topk_ids, topk_scores: any number of tokens of this rank; ids are in [0, num_experts).
-            w_gate_up, w_down, b_gate_up, b_down, main_grad_gate_up, main_grad_down: tensors of this rank's experts, as
-                in `moe_fp8_ext.experts`.
-            lora_gate_up, lora_down: adapters of this rank's experts, as in `moe_fp8_ext.experts`. A factor that all
-                experts of a rank share belongs to the rank: its gradient is the sum over this rank's experts.
-            activation, interleaved, keep, delay_wgrad: as in `moe_fp8_ext.experts`.
+            w_gate_up, w_down: weights of this rank's experts, as in `moe_fp8_ext.experts`.
             shared_experts: a function of x, such as a module, whose result is added to out. It is called while tokens
                 travel.
+            options: other arguments of `moe_fp8_ext.experts`, except recipe and stand_in. Biases, main gradients and
+                adapters are of this rank's experts. A factor of an adapter that all experts of a rank share belongs to
+                the rank: its gradient is the sum over this rank's experts.
 
         Returns:
             out [T, D] of x's dtype. Each rank rounds its experts' result for a token to bfloat16. These results are
@@ -199,17 +185,16 @@ class ExpertParallel:
             self._check_capture()
         else:
             self._check_last_step()
-        with self._counted(), self.errors_on_all_ranks():
-            factors = [t for lora in (lora_gate_up, lora_down) if isinstance(lora, (tuple, list)) for t in lora]
-            for t in (x, topk_ids, topk_scores, w_gate_up, w_down, b_gate_up, b_down, *factors):
-                if is_dtensor(t):
-                    refuse(f"tensors must be the rank's own, got a DTensor of {list(t.shape)}")
-            tensors = x, topk_ids, topk_scores, w_gate_up, w_down
-            options = activation, interleaved, b_gate_up, b_down, keep, main_grad_gate_up, main_grad_down
-            more = lora_gate_up, lora_down, delay_wgrad
-            call, *inputs = layer_call(OP, *tensors, self._recipe_of_groups, *options, *more)
-            agreement = Agreement(self._signature(x, topk_ids, call), self._call)
+        with self.errors_on_all_ranks():
+            given = x, topk_ids, topk_scores, w_gate_up, w_down
+            for value in (*given, *options.values()):
+                for t in value if isinstance(value, (tuple, list)) else (value,):  # adapters are tuples
+                    if is_dtensor(t):
+                        refuse(f"tensors must be the rank's own, got a DTensor of {list(t.shape)}")
+            call, *inputs = layer_call(OP, *given, self._recipe_of_groups, **options)
+            agreement = Agreement(self._signature(x, topk_ids, call), self._call + 1)
             messages = exchange.prepare(inputs[0], topk_ids.contiguous(), inputs[1])
+        self._call += 1
         source = exchange.send(messages, agreement, (call.needs_scores, call.needs_x))
         del messages
         if not any(call.needs):
@@ -224,15 +209,6 @@ class ExpertParallel:
         return out if shared is None else out + shared
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Counts a call, also if it raises."""
-        self._call, self._is_inside = self._call + 1, True
-        try:
-            yield
-        finally:
-            self._is_inside = False
-
-    @contextmanager
     def errors_on_all_ranks(self) -> Iterator[None]:
         """A context for code that precedes `experts`, such as a router. If the code raises, the other ranks raise too.
 
@@ -242,10 +218,9 @@ class ExpertParallel:
         try:
             yield
         except Exception:
-            if not self._is_inside:
-                self._call += 1
+            self._call += 1
             if self._exchange.agreed is None:
-                self._exchange.exact.refuse()
+                self._exchange.exact.agree(None)
             raise
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:

@@ -10,10 +10,15 @@ from torch import Tensor
 from moe_fp8_ext.ops.checks import default_fp8_dtype
 from moe_fp8_ext.quantization.casting import cast, row_major
 from moe_fp8_ext.quantization.format import COLUMN_ALIGN, FORMATS, round_up
-from moe_fp8_ext.quantization.recipe import Rule
+from moe_fp8_ext.quantization.recipe import Recipe, Rule
 
 _pack_tokens = torch.ops.moe_fp8.pack_tokens.default
 _quantize_and_pack = torch.ops.moe_fp8.quantize_and_pack.default
+
+
+def rule_of_tokens(recipe: Recipe) -> Rule | None:
+    """Returns the rule by which tokens are quantized before they travel. None: they travel in bfloat16."""
+    return None if recipe.format is None or recipe.wgrad_high_precision else recipe.rule(gradient=False)
 
 
 class Column(NamedTuple):

@@ -122,12 +122,11 @@ class ExactPlanner:
             for placement, (sent, received, slots) in zip(placements, sizes, strict=True)
         ]
 
-    def refuse(self) -> None:
-        """Tells the other ranks, which wait for this rank, that it raised an error and sends nothing."""
-        self.agree(None)
-
     def agree(self, agreement: Agreement | None) -> None:
-        """Raises on all ranks unless all ranks have the same agreement. None means that this rank has an error."""
+        """Raises on all ranks unless all ranks have the same agreement.
+
+        None tells the other ranks, which wait for this rank, that it raised an error and sends nothing.
+        """
         with self._after(self.now()):
             nothing = torch.zeros(self.ranks.size, 2, dtype=torch.int64, device=self.ranks.device)
             self._exchange_sizes([nothing] * self.chunks, agreement)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_fp8_ext.distributed.message import rule_of_tokens
 from moe_fp8_ext.layer.experts import layer_call
 from moe_fp8_ext.layer.node import LayerFunction
 from moe_fp8_ext.layer.source import RoutedTokens
@@ -60,10 +61,9 @@ def experts(
     if num_experts < 1 or num_experts % call.experts:
         fail(_OP, f"num_experts must be a multiple of the experts of w_down, {call.experts}, got {num_experts}")
     validate_ids(_OP, topk_ids, num_experts)
-    is_fp8 = call.recipe.format == "blockwise" and not call.recipe.wgrad_high_precision
-    rule = call.recipe.rule(gradient=False) if is_fp8 else None
+    rule = rule_of_tokens(call.recipe) if call.recipe.format == "blockwise" else None
     rows, scores, quantized, ids, handle = _Dispatch.apply(buffer, topk_ids, num_experts, rule, x, scores)
-    source, call = RoutedTokens(ids, call.experts, quantized), call._replace(arrived=is_fp8)
+    source, call = RoutedTokens(ids, call.experts, quantized), call._replace(arrived=rule is not None)
     out = LayerFunction.apply(call, source, None, rows, scores, *rest)
     return cast(_Combine.apply(buffer, handle, out), x.dtype)
 

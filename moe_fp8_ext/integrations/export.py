@@ -9,7 +9,7 @@ import copy
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext import ops
-from moe_fp8_ext.integrations.fp8_checkpoint import names_of
+from moe_fp8_ext.integrations.fp8_checkpoint import dequantized, names_of
 from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, fail, is_int
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
@@ -147,7 +147,7 @@ class _Plan:
         model = _inside(model)
         self.op, self.merge_adapters = op, merge_adapters
         self.model = _base_model(op, model)
-        self.names = _CheckpointNames(op, self.model)
+        self.pieces = _pieces_by_class(op, self.model)
         self.rounding, self.scale_dtype = self._scales(recipe)
         self.modules = {name: module for name, module, _ in _walk(self.model, _without_adapter)}
         self.adapted = {name for name, _, is_adapted in _walk(self.model, _without_adapter) if is_adapted}
@@ -167,9 +167,9 @@ class _Plan:
         for module_name, module, _ in _walk(self.model, _with_adapter if self.merge_adapters else _without_adapter):
             for name, tensor, scale in self._tensors_of(module_name, module):
                 if name not in self.quantized:
-                    yield from self.names.pieces(name, tensor)
+                    yield from self.pieces(name, tensor)
                     continue
-                values, scales = (self.names.pieces(name, t) for t in self._fp8(name, tensor, scale))
+                values, scales = (self.pieces(name, t) for t in self._fp8(name, tensor, scale))
                 for (piece, q), (_, scale_of_piece) in zip(values, scales, strict=True):
                     yield piece, q
                     yield piece + _SCALE, scale_of_piece.reshape(_blocks(q))  # 5.17.0 drops dimensions of 1
@@ -300,12 +300,12 @@ class _Plan:
             for name, tensor, scale in self._tensors_of(module_name, module):
                 names.add(name)
                 self._check_tensor(name, tensor, scale)
-                for piece, _ in self.names.pieces(name, tensor.to("meta")):
+                for piece, _ in self.pieces(name, tensor.to("meta")):
                     if piece in seen:
                         fail(self.op, f"{name} must have a name of its own in checkpoints, got {piece} twice")
                     seen.add(piece)
             if _stays_a_matrix(module) and f"{module_name}.weight" not in self.quantized:
-                pieces = self.names.pieces(f"{module_name}.weight", module.weight.to("meta"))
+                pieces = self.pieces(f"{module_name}.weight", module.weight.to("meta"))
                 skipped += [name.removesuffix(".weight") for name, _ in pieces]
             elif (
                 module_name.endswith(".experts") and not _is_experts(module) and list(module.parameters(recurse=False))
@@ -351,31 +351,21 @@ class _Plan:
         return q.view(w.shape), scale.view(*w.shape[:-2], *scale.shape[1:]).to(self.scale_dtype)
 
 
-class _CheckpointNames:
-    """The names and pieces that a checkpoint has for a tensor of a model, by Transformers' own conversions.
+def _pieces_by_class(op: str, model: nn.Module) -> Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]:
+    """Returns a function of a name and a tensor: what a checkpoint has in their place, by Transformers' conversions.
 
-    They are the conversions of the model's class. Those that the model was loaded with may quantize or dequantize.
+    A checkpoint has one tensor or, for experts, one or two for each expert. The conversions belong to the model's
+    class, because the conversions that the model was loaded with may quantize or dequantize.
     """
-
-    def __init__(self, op: str, model: nn.Module) -> None:
-        try:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import revert_weight_conversion
-        except ImportError as error:
-            raise ImportError(f"{op}: needs transformers 5.17.0 or newer, and its weight conversions") from error
-        self.revert = revert_weight_conversion
-        conversions = [
-            conversion
-            for conversion in get_model_conversion_mapping(model, add_legacy=False)
-            if type(conversion).__name__ != "PrefixChange"  # a prefix that a checkpoint was loaded with
-        ]
-        self.model = SimpleNamespace(
-            config=model.config, get_parameter=model.get_parameter, _weight_conversions=conversions
-        )
-
-    def pieces(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """Returns what a checkpoint has in place of one tensor: one or, of experts, one or two for each expert."""
-        return list(self.revert(self.model, {name: tensor}).items())
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise ImportError(f"{op}: needs transformers 5.17.0 or newer, and its weight conversions") from error
+    every = get_model_conversion_mapping(model, add_legacy=False)
+    kept = [c for c in every if type(c).__name__ != "PrefixChange"]  # a prefix that a checkpoint was loaded with
+    by_class = SimpleNamespace(config=model.config, get_parameter=model.get_parameter, _weight_conversions=kept)
+    return lambda name, tensor: revert_weight_conversion(by_class, {name: tensor}).items()
 
 
 def _quantize(w: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
@@ -394,13 +384,6 @@ def _blocks(w: Tensor) -> tuple[int, ...]:
     return *w.shape[:-2], *(-(-size // _BLOCK) for size in w.shape[-2:])
 
 
-def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
-    """Returns q * scale in float32."""
-    w = q.float()
-    scale = scale.float().repeat_interleave(_BLOCK, -2).repeat_interleave(_BLOCK, -1)
-    return w.mul_(scale[..., : w.shape[-2], : w.shape[-1]])
-
-
 def _write_config(plan: _Plan, folder: Path) -> None:
     model = plan.model
     config = copy.deepcopy(model.config)
@@ -416,23 +399,22 @@ def _write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_byte
     """Writes safetensors files as they fill up. Their names contain the number of files, so they come at the end."""
     from safetensors.torch import save_file
 
-    files, sizes = [{}], {}
-    size, held = 0, {}
+    files, held = [[]], {}  # the names of each file, and the tensors of the last file
+    size, total = 0, 0
 
     def flush() -> None:
         save_file(held, folder / str(len(files)), metadata={"format": "pt"})
         held.clear()
 
     for name, tensor in tensors:
-        sizes[name] = tensor.numel() * tensor.element_size()
-        if held and size + sizes[name] > max_bytes:
+        if held and size + tensor.nbytes > max_bytes:
             flush()
-            files.append({})
+            files.append([])
             size = 0
         # A copy on the host, contiguous and of its own memory, as safetensors needs it.
         held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-        files[-1][name] = None
-        size += sizes[name]
+        files[-1].append(name)
+        size, total = size + tensor.nbytes, total + tensor.nbytes
     flush()
     weight_map = {}
     for number, names in enumerate(files, 1):
@@ -440,7 +422,7 @@ def _write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_byte
         (folder / str(number)).rename(folder / f"model{suffix}.safetensors")
         weight_map |= dict.fromkeys(names, f"model{suffix}.safetensors")
     if len(files) > 1:
-        index = dict(metadata=dict(total_size=sum(sizes.values())), weight_map=weight_map)
+        index = dict(metadata=dict(total_size=total), weight_map=weight_map)
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
@@ -509,7 +491,7 @@ def _with_adapter(wrapper: nn.Module) -> nn.Module:
         name = getattr(wrapper, "parameter_name", "weight")
         weight = getattr(base, name)
         if _is_fp8(weight):  # PEFT would add to the values without regard to their scales
-            wide = _dequantize(weight, getattr(base, name + _SCALE))
+            wide = dequantized(weight, getattr(base, name + _SCALE), torch.float32)
             setattr(base, name, nn.Parameter(wide, requires_grad=False))
         wrapper.merge()
         if not wrapper.merged:  # no active adapter

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 from warnings import warn
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.integrations import peft
 from moe_fp8_ext.ops import dequantize
-from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, either, require
+from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, either, fail, require
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.quantization.tensor import Quantized
@@ -45,11 +45,17 @@ def scale_shape(q: Tensor) -> tuple[int, ...]:
     return FORMATS[_FORMAT].scale_of_weight(*q.shape).shape
 
 
-def frozen_weight(module: nn.Module, name: str) -> Quantized:
-    """Returns a weight of experts of an FP8 checkpoint as an operand. Its bytes are not copied."""
-    q, scale = peft.weight(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
+def frozen(q: Tensor, scale: Tensor) -> Quantized:
+    """Returns a weight of an FP8 checkpoint with its scales as an operand. Its bytes are not copied."""
     rounding = "pow2" if scale.dtype == torch.float8_e8m0fnu else None
-    return Quantized(q, scale.float(), _FORMAT, rounding=rounding)
+    return Quantized(q.detach(), scale.detach().float(), _FORMAT, rounding=rounding)
+
+
+def dequantized(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the values of a weight [N, K] or [E, N, K]."""
+    experts = q.detach() if q.dim() == 3 else q.detach()[None]
+    scale = scale.detach().float().view(len(experts), *scale.shape[-2:])
+    return dequantize(experts, scale, _FORMAT, out_dtype=dtype).view(q.shape)
 
 
 def check_experts(module: nn.Module, recipe: Recipe) -> None:
@@ -59,37 +65,38 @@ def check_experts(module: nn.Module, recipe: Recipe) -> None:
         RuntimeError: the recipe cannot multiply them; the text says what to do.
     """
     names = names_of(module)
-    require(
-        recipe.format == _FORMAT,
-        f'moe_fp8: the recipe must be "{_FORMAT}" for an FP8 checkpoint, whose bytes have its blocks, got '
-        f'"{recipe.name}"; choose "moe_fp8_{_FORMAT}" or convert_(model, "{_FORMAT}")',
-    )
-    for name in names:
-        weight = peft.stored(module, name)
-        _require(weight.dtype == torch.float8_e4m3fn, f"{name} must be float8_e4m3fn", dtype_name(weight.dtype))
-        _require(weight.dim() == 3, f"{name} must have 3 dimensions", weight.dim())
+    if recipe.format != _FORMAT:
+        text = f'the recipe must be "{_FORMAT}" for an FP8 checkpoint, whose bytes have its blocks, got "{recipe.name}"'
+        fail("moe_fp8", f'{text}; choose "moe_fp8_{_FORMAT}" or convert_(model, "{_FORMAT}")')
+    weights = [peft.stored(module, name) for name in names]
+    for name, weight in zip(names, weights, strict=True):
+        if weight.dtype != torch.float8_e4m3fn:
+            _refuse(f"{name} must be float8_e4m3fn", dtype_name(weight.dtype))
+        if weight.dim() != 3:
+            _refuse(f"{name} must have 3 dimensions", weight.dim())
     block = getattr(module, "block_size", None)
-    is_square = block is not None and tuple(block) == (_BLOCK, _BLOCK)
-    got = "one scale for a whole weight" if block is None else f"blocks of {' x '.join(map(str, block))}"
-    _require(is_square, f"scales must be of blocks of {_BLOCK} x {_BLOCK}", got)
+    if block is None or tuple(block) != (_BLOCK, _BLOCK):
+        got = "one scale for a whole weight" if block is None else f"blocks of {' x '.join(map(str, block))}"
+        _refuse(f"scales must be of blocks of {_BLOCK} x {_BLOCK}", got)
     scheme = getattr(module, "activation_scheme", "dynamic")
-    _require(scheme == "dynamic", "activations must be quantized dynamically", f'activation_scheme="{scheme}"')
-    features = peft.stored(module, names[0]).shape[1] // 2
+    if scheme != "dynamic":
+        _refuse("activations must be quantized dynamically", f'activation_scheme="{scheme}"')
+    features = weights[0].shape[1] // 2
     has_halves = module.has_gate and module.is_concatenated  # each of them with scales of its own
-    fits = not has_halves or features % _BLOCK == 0
-    _require(fits, f"F, the width of gate and of up, must be a multiple of {_BLOCK}", features)
-    for name in names:
-        weight, scale = peft.stored(module, name), getattr(module, f"{name}_scale_inv", None)
-        _require(isinstance(scale, Tensor), f"{name} must come with {name}_scale_inv", "none")
-        wanted = scale_shape(weight)
-        fits = tuple(scale.shape) == wanted
-        _require(fits, f"{name}_scale_inv must have shape {list(wanted)}", list(scale.shape))
-        dtypes = torch.float32, torch.float8_e8m0fnu
-        _require(scale.dtype in dtypes, f"{name}_scale_inv must be float32 or float8_e8m0fnu", dtype_name(scale.dtype))
+    if has_halves and features % _BLOCK:
+        _refuse(f"F, the width of gate and of up, must be a multiple of {_BLOCK}", features)
+    for name, weight in zip(names, weights, strict=True):
+        scale, wanted = getattr(module, f"{name}_scale_inv", None), scale_shape(weight)
+        if not isinstance(scale, Tensor):
+            _refuse(f"{name} must come with {name}_scale_inv", "none")
+        if scale.shape != wanted:
+            _refuse(f"{name}_scale_inv must have shape {list(wanted)}", list(scale.shape))
+        if scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+            _refuse(f"{name}_scale_inv must be float32 or float8_e8m0fnu", dtype_name(scale.dtype))
 
 
-def _require(ok: bool, text: str, got: object) -> None:
-    require(ok, f"moe_fp8: {text} in an FP8 checkpoint, got {got}; {_INSTEAD}")
+def _refuse(text: str, got: object) -> NoReturn:
+    fail("moe_fp8", f"{text} in an FP8 checkpoint, got {got}; {_INSTEAD}")
 
 
 _FROM_E8M0 = "_moe_fp8_ext_from_e8m0"
@@ -145,11 +152,14 @@ def master_weights_(
             is not as above. Nothing has changed then.
         TypeError: model is no module, or filter is not callable.
     """
+    from transformers import PreTrainedModel
+
     from moe_fp8_ext.integrations import fp8_loading  # imported here, because it imports transformers
 
     op = "master_weights_"
     check_module(op, "model", model)
-    fp8_loading.check_pretrained(op, model)
+    is_pretrained = isinstance(model, PreTrainedModel)
+    require(is_pretrained, f"{op}: model must be what from_pretrained returned, got {type(model).__name__}")
     if filter is not None and not callable(filter):
         raise TypeError(f"{op}: filter must be callable, got {type(filter).__name__}")
     dtype = model.config.dtype if dtype is None else dtype
@@ -203,11 +213,7 @@ def _move_weights(old: nn.Module, new: nn.Module, dtype: torch.dtype) -> None:
     for name, _ in list(new.named_parameters(recurse=False)):
         parameter = getattr(old, name)
         if name in scales:
-            q, scale = parameter.detach(), scales.pop(name).detach().float()
-            shape = q.shape if q.dim() == 3 else (1, *q.shape)
-            values = dequantize(q.view(shape), scale.view(shape[0], *scale.shape[-2:]), _FORMAT, out_dtype=dtype)
-            parameter = nn.Parameter(values.view(q.shape))
-            del q, values
+            parameter = nn.Parameter(dequantized(parameter, scales.pop(name), dtype))
             delattr(old, f"{name}_scale_inv")
         delattr(old, name)
         setattr(new, name, parameter)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers import auto
@@ -74,11 +73,6 @@ def check_rounding(model: nn.Module) -> None:
         if recipe is not None:
             fp8_checkpoint.warn_of_second_rounding(module, recipe)
             return
-
-
-def check_pretrained(op: str, model: nn.Module) -> None:
-    is_pretrained = isinstance(model, PreTrainedModel)
-    require(is_pretrained, f"{op}: model must be what from_pretrained returned, got {type(model).__name__}")
 
 
 def _recipe(experts: nn.Module, interface: dict[str, object]) -> Recipe | None:

@@ -16,8 +16,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -29,15 +27,9 @@ from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.ops.checks import check_bool, check_one_of, require
 from moe_fp8_ext.ops.dispatch import needs_gradient
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
+from moe_fp8_ext.report.machine import installed
 
 _HERE = "moe_fp8_ext.integrations.megatron"
-
-
-def _found() -> str:
-    try:
-        return "no megatron-core" if find_spec("megatron") is None else f"megatron-core {version('megatron-core')}"
-    except PackageNotFoundError:
-        return "megatron-core of unknown version"
 
 
 try:
@@ -54,8 +46,8 @@ try:
     from moe_fp8_ext.integrations.megatron_config import checked
     from moe_fp8_ext.integrations.megatron_parameters import GroupedLinear, Keys, Ranks
 except ImportError as error:
-    text = f"megatron-core must have the modules of 0.16.1, which tests run with, got {_found()}: {error}"
-    raise ImportError(f"{_HERE}: {text}") from error
+    text = f"{_HERE}: megatron-core must have the modules of 0.16.1, which tests run with"
+    raise ImportError(f"{text}, got {installed('megatron-core')}: {error}") from error
 
 
 def spec(recipe: str | Recipe = "rowwise", *, keep: str = "fp8", main_grad: bool | None = None) -> ModuleSpec:
@@ -241,11 +233,8 @@ class MoeFp8GroupedMLP(MegatronModule):
     ) -> dict[str, object]:
         single = ensure_metadata_has_dp_cp_group(metadata).get("singleton_local_shards", False)
         keys = Keys(f"{prefix}experts.", tuple(sharded_offsets), single)
-        linears = (
-            self.linear_fc1.sharded(prefix, "linear_fc1", keys),
-            self.linear_fc2.sharded(prefix, "linear_fc2", keys),
-        )
-        return {**linears[0], **linears[1]}
+        first = self.linear_fc1.sharded(prefix, "linear_fc1", keys)
+        return first | self.linear_fc2.sharded(prefix, "linear_fc2", keys)
 
 
 def group_ends(counts: Tensor, device: torch.device, capturing: bool) -> Tensor:

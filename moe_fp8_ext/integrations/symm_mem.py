@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_fp8_ext.distributed.message import Message
+from moe_fp8_ext.distributed.message import Message, rule_of_tokens
 from moe_fp8_ext.distributed.symmetric import SymmetricRows
 from moe_fp8_ext.layer.experts import layer_call
 from moe_fp8_ext.layer.node import LayerFunction
@@ -58,8 +58,7 @@ class AllToAll:
             fail(_OP, f"num_experts must be a multiple of the {group.size()} ranks, got {num_experts}")
         if self.recipe.bf16_where_faster:
             fail(_OP, f"recipe must be the same for all sizes, got {self.recipe.name!r}")
-        is_fp8 = self.recipe.format is not None and not self.recipe.wgrad_high_precision
-        self.rule = self.recipe.rule(gradient=False) if is_fp8 else None
+        self.rule = rule_of_tokens(self.recipe)
         self.rows = SymmetricRows(group, tokens * top_k, num_experts, device)
 
     def experts(

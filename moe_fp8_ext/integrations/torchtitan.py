@@ -11,8 +11,6 @@ of torchtitan's class. Parameters, their names, initial values and shardings are
 import functools
 import inspect
 from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -20,6 +18,7 @@ from torch.nn import Module, Parameter
 from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.matmul.grouped_mm import GroupedMm, grouped_mm
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
+from moe_fp8_ext.report.machine import installed
 
 _HERE = "moe_fp8_ext.integrations.torchtitan"
 _METHOD = "_grouped_mm"
@@ -27,15 +26,6 @@ _LEAVE_OUT = "leave out the converter or override that brought it"
 # The arguments of `_grouped_mm`, which are tokens, weights and offs: in 0.3.0, then in torchtitan's main branch, where
 # weights are not transposed and may be float32. Since September 2026 `GroupedLinear` has the last.
 _SIGNATURES = (("A", "B_t", "offs"), ("A", "weight_EOI", "offs"), ("input_RI", "weight_EOI", "offsets_E"))
-
-
-def _found() -> str:
-    if find_spec("torchtitan") is None:
-        return "no torchtitan"
-    try:
-        return f"torchtitan {version('torchtitan')}"
-    except PackageNotFoundError:
-        return "torchtitan of unknown version"
 
 
 try:
@@ -47,8 +37,8 @@ try:
         from torchtitan.models.common.moe import GroupedExperts as _Target
     from spmd_types import register_local_autograd_function  # a dependency of torchtitan
 except ImportError as error:
-    text = f"torchtitan must have overrides and GroupedExperts, as 0.3.0 has, or GroupedLinear, got {_found()}: {error}"
-    raise ImportError(f"{_HERE}: {text}") from error
+    text = f"{_HERE}: torchtitan must have overrides and GroupedExperts, as 0.3.0 has, or GroupedLinear"
+    raise ImportError(f"{text}, got {installed('torchtitan')}: {error}") from error
 
 try:  # of the main branch: configs are rewritten by transforms there
     from torchtitan.config.transform import ModelConfigTransform
@@ -120,8 +110,8 @@ def _names_of(owner: type) -> tuple[str, str, str]:
     if names not in _SIGNATURES:
         known = " or ".join(f"({', '.join(signature)})" for signature in _SIGNATURES)
         got = "no such method" if names is None else f"({', '.join(names)})"
-        text = f"{_METHOD} of {owner.__name__} must take {known}, got {got} with {_found()}; 0.3.0 is known to work"
-        raise TypeError(f"{_HERE}: {text}")
+        text = f"{_HERE}: {_METHOD} of {owner.__name__} must take {known}, got {got}"
+        raise TypeError(f"{text} with {installed('torchtitan')}; 0.3.0 is known to work")
     return names
 
 

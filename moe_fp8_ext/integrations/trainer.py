@@ -7,10 +7,11 @@ import time
 import warnings
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from moe_fp8_ext.integrations.convert import fp8_report
 from moe_fp8_ext.integrations.transformers import implementation_of
+from moe_fp8_ext.training.flops import count_torch_products
 from moe_fp8_ext.training.stats import stats
 
 
@@ -35,13 +36,11 @@ class StatsCallback(TrainerCallback):
         self.trainer, self.writer = trainer, writer
         self.stats = stats(trainer.model, every)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         _warn_without_experts(self.trainer.model)
         self.stats.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_step_end(self, args: object, state: TrainerState, *_: object, **__: object) -> None:
         was_sampled = self.stats.sampled == self.stats.steps
         self.stats.step()
         if not was_sampled:
@@ -50,7 +49,7 @@ class StatsCallback(TrainerCallback):
         if self.writer is not None:
             self.stats.write(self.writer, state.global_step)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         self.stats.stop()
 
 
@@ -88,9 +87,7 @@ class SpeedCallback(TrainerCallback):
         self._is_counting = False
         self._tokens, self._steps, self._since = 0, 0, 0.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         _warn_without_experts(self.trainer.model)
         self._stop()  # of a training that raised
         self._tokens, self._steps, self.flops_per_token = 0, 0, None
@@ -105,12 +102,14 @@ class SpeedCallback(TrainerCallback):
         self._before, self.trainer.compute_loss = vars(self.trainer).get("compute_loss"), counting
         self._is_counting = True
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         if self.flops_per_token is None and self._counter is None:
-            self._counter = _counter()
+            from torch.utils.flop_counter import FlopCounterMode  # loads Triton
+
+            self._counter = FlopCounterMode(display=False, custom_mapping=count_torch_products())
             self._counter.__enter__()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_step_end(self, *_: object, **__: object) -> None:
         if self._counter is not None:
             self._stop_counting()
             self._restart()
@@ -120,7 +119,7 @@ class SpeedCallback(TrainerCallback):
             self.trainer.log({f"speed/{name}": number for name, number in self._speeds().items()})
             self._restart()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         self._stop()
 
     def _stop(self) -> None:
@@ -154,14 +153,6 @@ class SpeedCallback(TrainerCallback):
         if torch.cuda.is_available():
             speeds["peak_memory"] = torch.cuda.max_memory_allocated()
         return speeds
-
-
-def _counter() -> object:
-    from torch.utils.flop_counter import FlopCounterMode  # loads Triton
-
-    from moe_fp8_ext.training.flops import count_torch_products
-
-    return FlopCounterMode(display=False, custom_mapping=count_torch_products())
 
 
 def _warn_without_experts(model: torch.nn.Module) -> None:

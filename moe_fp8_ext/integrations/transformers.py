@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from moe_fp8_ext.layer.bias import plus_bias
 from moe_fp8_ext.layer.experts import experts
 from moe_fp8_ext.matmul.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
-from moe_fp8_ext.ops.checks import INPUT_DTYPES, require
+from moe_fp8_ext.ops.checks import INPUT_DTYPES, fail, require
 from moe_fp8_ext.quantization.casting import autocast_dtype
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Quantized
@@ -89,7 +88,10 @@ def register(recipe: str | Recipe = "rowwise") -> None:
     """
     named = {"": get_recipe(recipe, "register"), **{f"_{name}": known for name, known in RECIPES.items()}}
     interface = _transformers_moe().ALL_EXPERTS_FUNCTIONS
-    ep_interface = _ep_interface()
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface as ep_interface
+    except ImportError:  # versions before 5.23.0
+        ep_interface = None
     for suffix, value in named.items():
         interface.register(f"moe_fp8{suffix}", partial(_experts_forward, value))
         if ep_interface is not None:
@@ -167,14 +169,6 @@ def _transformers_moe() -> ModuleType:
     return moe
 
 
-def _ep_interface() -> type | None:
-    try:
-        from transformers.distributed.expert_parallel import EPImplementationInterface
-    except ImportError:  # versions before 5.23.0
-        return None
-    return EPImplementationInterface
-
-
 def _experts_forward(
     recipe: Recipe, module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -244,8 +238,9 @@ class _ExpertParallelForward:
 def _inputs(module: torch.nn.Module, hidden_states: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Returns x and scores as `experts` takes them."""
     x, scores = hidden_states, top_k_weights.float().contiguous()
-    if autocast_dtype(x) is None and not fp8_checkpoint.is_quantized(module):  # autocast casts x and the weights
-        x = x.to(peft.stored(module, _up(module)).dtype)
+    dtype = peft.stored(module, _up(module)).dtype
+    if dtype in INPUT_DTYPES and autocast_dtype(x) is None:  # autocast casts x and the weights
+        x = x.to(dtype)
     return x, scores
 
 
@@ -255,7 +250,7 @@ def _experts_arguments(module: torch.nn.Module) -> dict[str, object] | None:
     if activation is None or getattr(module, "has_post_expert_norm", False):
         return None
     names = dict(gate_up=_up(module), down="down_proj")
-    weights = {f"w_{argument}": _transposed(_weight(module, name)) for argument, name in names.items()}
+    weights = {f"w_{argument}": _weight(module, name) for argument, name in names.items()}
     biases = {f"b_{argument}": getattr(module, f"{name}_bias") for argument, name in names.items() if module.has_bias}
     adapters = {f"lora_{argument}": peft.adapter(module, name) for argument, name in names.items()}
     return {**weights, **biases, **adapters, **activation}
@@ -297,15 +292,9 @@ def _act_fn(act: object) -> str | None:
         return "silu"
     kind = type(act)
     is_known = kind.__module__ in _ACTIVATION_MODULES and kind.forward.__module__ == kind.__module__
-    if not is_known or hasattr(kind.forward, "__wrapped__") or not is_plain(act, kind.forward):
+    if not is_known or hasattr(kind.forward, "__wrapped__") or "forward" in vars(act) or not _torch.has_no_hooks(act):
         return None
     return _ACTIVATIONS.get(kind.__name__)
-
-
-def is_plain(module: torch.nn.Module, forward: Callable[..., object]) -> bool:
-    """Whether a call of the module is a call of this function, without hooks."""
-    is_unchanged = type(module).forward is forward and "forward" not in vars(module)
-    return is_unchanged and _torch.has_no_hooks(module)
 
 
 def _composed_experts(recipe: Recipe, module: torch.nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
@@ -322,8 +311,10 @@ def _composed_experts(recipe: Recipe, module: torch.nn.Module, x: Tensor, ids: T
 
 def _linear(recipe: Recipe, module: torch.nn.Module, name: str, x: Tensor, offs: Tensor, **gathered: object) -> Tensor:
     weight = _weight(module, name)
-    if autocast_dtype(x) is None and isinstance(weight, Tensor):
-        x = x.to(weight.dtype)
+    if isinstance(weight, Tensor):
+        weight = weight.transpose(-2, -1)
+        if autocast_dtype(x) is None:
+            x = x.to(weight.dtype)
     out = grouped_mm(x, weight, offs, recipe=recipe, **gathered)
     adapter = peft.adapter(module, name)
     if adapter is not None:
@@ -347,21 +338,17 @@ def _check(module: torch.nn.Module, recipe: Recipe) -> None:
         fp8_checkpoint.check_experts(module, recipe)
         return
     for name in (_up(module), "down_proj"):
-        dtype = peft.stored(module, name).dtype
-        require(dtype in INPUT_DTYPES, f"moe_fp8: {name} must be bfloat16, float16 or float32, got {dtype}")
-        has_scales = isinstance(getattr(module, f"{name}_scale_inv", None), Tensor)
-        text = f"moe_fp8: {name} must be float8_e4m3fn beside {name}_scale_inv, got {dtype}"
-        require(not has_scales, f"{text}; a cast such as model.bfloat16() loses the scales: load the model again")
+        dtype, scale = peft.stored(module, name).dtype, f"{name}_scale_inv"
+        if dtype not in INPUT_DTYPES:
+            fail("moe_fp8", f"{name} must be bfloat16, float16 or float32, got {dtype}")
+        if isinstance(getattr(module, scale, None), Tensor):
+            text = f"{name} must be float8_e4m3fn beside {scale}, got {dtype}"
+            fail("moe_fp8", f"{text}; a cast such as model.bfloat16() loses the scales: load the model again")
 
 
 def _weight(module: torch.nn.Module, name: str) -> Tensor | Quantized:
-    """Returns a weight as `grouped_mm` takes it: as [E, K, N], or in FP8 as it is stored."""
-    if fp8_checkpoint.is_quantized(module):
-        return fp8_checkpoint.frozen_weight(module, name)
+    """Returns a weight as `experts` takes it: as [E, N, K], or in FP8 as it is stored."""
     weight = peft.weight(module, name)
-    return weight if module.is_transposed else weight.transpose(-2, -1)
-
-
-def _transposed(weight: Tensor | Quantized) -> Tensor | Quantized:
-    """Returns a weight of `grouped_mm` as `experts` takes it."""
-    return weight.transpose(-2, -1) if isinstance(weight, Tensor) else weight
+    if weight.dtype not in INPUT_DTYPES:
+        return fp8_checkpoint.frozen(weight, getattr(module, f"{name}_scale_inv"))
+    return weight.transpose(-2, -1) if module.is_transposed else weight

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .dequantization import dequantize
-from .numerics import round_to
+from .numerics import group_bounds, round_to
 from .quantize import quantize_both, quantize_rows, quantize_tokens
 from .signature import of_op
+from .tokens import permute_pad
 
 # Activations with gates and ups, and their gate functions. The others are their own gate functions.
 GATED = {"swiglu": "silu", "geglu": "gelu", "swiglu_oai": "clamped_silu"}
@@ -124,24 +125,22 @@ def add_bias(x, bias, offs):
     return round_to(x.float() + rows, x.dtype)
 
 
+def scores_of_rows(scores: Tensor, indices: Tensor) -> Tensor:
+    """scores of slots, indices [P] -> the scores of rows, [P]; zero where the index is no slot."""
+    return permute_pad(scores[:, None], indices, 1)[:, 0]
+
+
 @of_op
 def sum_groups(x, offs, scores, indices, top_k):
     """x [P, N] -> the sum of scores * x over the rows of each group, [E, N] in float32, in the order of the page.
 
     With indices [P], x [M, N] holds tokens, and scores belong to slots.
     """
-    x = x.float()
     if indices is not None:
-        is_slot = (indices >= 0) & (indices < len(x) * top_k)
-        slots = indices[is_slot].long()
-        rows = x.new_zeros(len(indices), x.shape[1])
-        rows[is_slot] = x[slots // top_k] if scores is None else x[slots // top_k] * scores[slots, None]
-        x = rows
-    elif scores is not None:
-        x = x * scores[:, None]
-    ends = offs.clamp(0, len(x)).cummax(0).values.tolist() if len(offs) else []
+        x, scores = permute_pad(x, indices, top_k), None if scores is None else scores_of_rows(scores, indices)
+    x = x.float() if scores is None else x.float() * scores[:, None]
     sums = torch.zeros(len(offs), x.shape[1], device=x.device)
-    for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+    for e, (begin, end) in enumerate(group_bounds(offs, len(x))):
         parts = torch.nn.functional.pad(x[begin:end], (0, 0, 0, -(end - begin) % 256))
         for _ in range(4):  # 4, 16, 64 and 256 rows
             a, b, c, d = parts.unflatten(0, (len(parts) // 4, 4)).unbind(1)
@@ -152,9 +151,10 @@ def sum_groups(x, offs, scores, indices, top_k):
 
 
 @of_op
-def quantize_activated(h, activation, format, bias, offs, interleaved, keep_h, **options):
+def quantize_activated(h, activation, format, bias, offs, interleaved, keep_h, dtype, rounding):
     """h plus bias -> quantize_rows of the activations, by groups, and quantize_rows of h itself, without groups."""
     h = h if bias is None else add_bias(h, bias, offs)
+    options = {"dtype": dtype, "rounding": rounding}
     a = activate(h, activation, interleaved=interleaved)
     return *quantize_rows(a, format, offs=offs, **options), *quantize_rows(h if keep_h else h[:0], format, **options)
 
@@ -166,12 +166,10 @@ def activate_backward(grad, h, activation, scores, h_scale, format, indices, int
     With indices [P], scores and grad_scores belong to slots.
     """
     if indices is not None:
-        rows = ((indices >= 0) & (indices < len(scores))).nonzero().flatten()
-        slots, row_scores = indices[rows].long(), scores.new_zeros(len(h))
-        row_scores[rows] = scores[slots]
-        options = {"h_scale": h_scale, "format": format, "interleaved": interleaved}
-        grad_h, a, grad_row_scores = activate_backward(grad, h, activation, scores=row_scores, **options)
-        return grad_h, a, torch.zeros_like(scores).index_copy(0, slots, grad_row_scores[rows])
+        of_rows = scores_of_rows(scores, indices), h_scale, format, None, interleaved
+        grad_h, a, grad_row_scores = activate_backward(grad, h, activation, *of_rows)
+        is_slot = (indices >= 0) & (indices < len(scores))
+        return grad_h, a, torch.zeros_like(scores).index_copy(0, indices[is_slot].long(), grad_row_scores[is_slot])
     if h_scale is not None:
         h = dequantize(h, h_scale, format, out_dtype=torch.float32)
     gate, up = gates_and_ups(h, activation, interleaved)
@@ -189,29 +187,25 @@ def activate_backward(grad, h, activation, scores, h_scale, format, indices, int
 
 
 @of_op
-def quantize_activated_backward(
-    h_scale, format, dtype, grad_dtype, amax, sum_grad_h, offs, align, rounding, **gradient_arguments
-):
+def quantize_activated_backward(grad, h, activation, format, offs, scores, h_scale, indices, interleaved, *options):
     """quantize_both of grad_h, the first two outputs of quantize_tokens of scores * a, padded_offs, grad_scores.
 
-    Then the sums of grad_h, without groups unless they are asked for. All other arguments are of activate_backward.
+    Then the sums of grad_h, without groups unless they are asked for.
     """
-    h_format = None if h_scale is None else format
-    grad_h, a, grad_scores = activate_backward(h_scale=h_scale, format=h_format, **gradient_arguments)
-    options = {"offs": offs, "align": align, "rounding": rounding}
-    q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, dtype=grad_dtype or dtype, **options)
-    a_q_t, a_scale_t, _ = quantize_tokens(a, format, dtype=dtype, amax=amax, **options)
+    align, dtype, grad_dtype, rounding, amax, sum_grad_h = options
+    grad_h, a, grad_scores = activate_backward(grad, h, activation, scores, h_scale, format, indices, interleaved)
+    how = {"offs": offs, "align": align, "rounding": rounding}
+    q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, dtype=grad_dtype or dtype, **how)
+    a_q_t, a_scale_t, _ = quantize_tokens(a, format, dtype=dtype, amax=amax, **how)
     grad_bias = sum_groups(grad_h, offs if sum_grad_h else offs[:0])
     return q, scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs, grad_scores, grad_bias
 
 
 @of_op
-def quantize_activated_backward_rows(h_scale, format, keep_grad_h, keep_a, offs, dtype, rounding, **gradient_arguments):
-    """quantize_rows of grad_h, by groups; grad_h and scores * a, without rows unless they are kept; grad_scores.
-
-    All other arguments are of activate_backward.
-    """
-    h_format = None if h_scale is None else format
-    grad_h, a, grad_scores = activate_backward(h_scale=h_scale, format=h_format, **gradient_arguments)
+def quantize_activated_backward_rows(
+    grad, h, activation, format, offs, scores, h_scale, indices, interleaved, keep_grad_h, keep_a, dtype, rounding
+):
+    """quantize_rows of grad_h, by groups; grad_h and scores * a, without rows unless they are kept; grad_scores."""
+    grad_h, a, grad_scores = activate_backward(grad, h, activation, scores, h_scale, format, indices, interleaved)
     q, scale = quantize_rows(grad_h, format, offs=offs, dtype=dtype, rounding=rounding)
     return q, scale, grad_h if keep_grad_h else grad_h[:0], a if keep_a else a[:0], grad_scores

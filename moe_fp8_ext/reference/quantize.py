@@ -178,8 +178,8 @@ def quantize_weight(w, format, dtype, rounding, directions):
     else:
         (q, scale), (q_t, scale_t) = (quantize_lines(lines, f, dtype, rounding) for lines in (w, w.mT))
         scale, scale_t = (arrange_scales(s, f, "experts", None) for s in (scale, scale_t))
-    kept, kept_t = (0 if directions == other else len(w) for other in ("transposed", "rows"))
-    return q[:kept], scale[:kept], q_t[:kept_t], scale_t[:kept_t]
+    of_rows, of_columns = (0 if directions == other else len(w) for other in ("transposed", "rows"))
+    return q[:of_rows], scale[:of_rows], q_t[:of_columns], scale_t[:of_columns]
 
 
 @of_op

@@ -148,19 +148,19 @@ def combine_backward(grad, y, topk_scores, inverse, num_rows, keep_grad_y):
     """
     row_of_slot = inverse.reshape(-1).long()
     slots = ((row_of_slot >= 0) & (row_of_slot < num_rows)).nonzero()[:, 0]
-    scores_dtype = torch.float32 if topk_scores is None else topk_scores.dtype
     if keep_grad_y:
-        slot_of_row = torch.full((num_rows,), -1, device=grad.device)
-        slot_of_row.scatter_reduce_(0, row_of_slot[slots], slots, "amax")
+        slot_of_row = slots.new_full((num_rows,), -1).scatter_reduce(0, row_of_slot[slots], slots, "amax")
         slots = slot_of_row[slot_of_row >= 0]
     rows, row_grads = row_of_slot[slots], grad[slots // max(inverse.shape[1], 1)]
     grad_y = torch.zeros(num_rows if keep_grad_y else 0, grad.shape[1], device=grad.device)
     if keep_grad_y:
-        scores = 1 if topk_scores is None else topk_scores.reshape(-1)[slots].float()[:, None]
-        grad_y[rows] = row_grads.float() * scores
+        grad_y[rows] = row_grads.float()
+        if topk_scores is not None:
+            grad_y[rows] *= topk_scores.reshape(-1)[slots].float()[:, None]
     grad_scores = torch.zeros(0 if y is None else inverse.shape, dtype=torch.float64, device=grad.device)
     if y is not None:
         grad_scores.view(-1)[slots] = (row_grads.double() * y[rows].double()).sum(1)
+    scores_dtype = torch.float32 if topk_scores is None else topk_scores.dtype
     return round_to(grad_y, grad.dtype), round_to(grad_scores, scores_dtype)
 
 
@@ -183,6 +183,6 @@ def spread_expert_columns(y, offs, inverse, topk_scores):
     """y [P, R], inverse and topk_scores [T, top_k] -> [T, E * R]: `combine` for each group alone, side by side."""
     parts = []
     for start, end in group_bounds(offs, len(y)):
-        is_in_group = (inverse >= start) & (inverse < end)
-        parts.append(combine(y, torch.where(is_in_group, inverse, -1), topk_scores))
+        of_group = (inverse >= start) & (inverse < end)
+        parts.append(combine(y, torch.where(of_group, inverse, -1), topk_scores))
     return torch.cat(parts, 1) if parts else y.new_zeros(len(inverse), 0)

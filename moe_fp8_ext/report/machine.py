@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 import torch
 
@@ -68,16 +69,11 @@ def backends(gemms: list[dict], device: str, sm: int) -> dict[str, str]:
 def _first(gemms: list[dict], recipe: Recipe, device: str, sm: int) -> str:
     """Returns the name of the first GEMM that takes the recipe's operands."""
     for gemm in gemms:
-        if gemm["device"] != device or recipe.format not in gemm["formats"] or not _takes(gemm, sm):
-            continue
-        if gemm["rounding"] in (None, recipe.rounding):
+        least, most = gemm["compute_capability"] or (sm, sm)
+        is_of_device = gemm["device"] == device and least <= sm <= most
+        if is_of_device and recipe.format in gemm["formats"] and gemm["rounding"] in (None, recipe.rounding):
             return f"{gemm['name']}: {gemm['what']}"
     return "none"
-
-
-def _takes(gemm: dict, sm: int) -> bool:
-    limits = gemm["compute_capability"]
-    return limits is None or limits[0] <= sm <= limits[1]
 
 
 def has_code(archs: str, sm: int, gfx: str = "") -> bool:
@@ -89,14 +85,12 @@ def has_code(archs: str, sm: int, gfx: str = "") -> bool:
         sm: 10 * the compute capability, of NVIDIA's GPUs.
         gfx: the architecture of an AMD GPU.
     """
-    for arch in re.findall(r"\w+", archs):
-        if gfx:
-            if arch == gfx:
-                return True
-        elif (parts := re.fullmatch(r"(\d+)([a-z]?)", arch)) is not None:
-            built = int(parts[1])
-            if built == sm or (not parts[2] and built // 10 == sm // 10 and built < sm):
-                return True
+    if gfx:
+        return gfx in re.findall(r"\w+", archs)
+    for number, suffix in re.findall(r"\b(\d+)([a-z]?)\b", archs):
+        built = int(number)
+        if built == sm or (not suffix and built // 10 == sm // 10 and built < sm):
+            return True
     return False
 
 
@@ -125,11 +119,22 @@ def _driver() -> str | None:
     return None
 
 
-def _package(name: str, tested: tuple[str, ...]) -> dict[str, object]:
+def installed(name: str) -> str:
+    """Returns the name and the version of a package, for errors of its integration."""
+    if find_spec(name.partition("-")[0]) is None:
+        return f"no {name}"
+    return f"{name} {_version(name) or 'of unknown version'}"
+
+
+def _version(name: str) -> str | None:
     try:
-        found = version(name)
+        return version(name)
     except PackageNotFoundError:
-        found = None
+        return None
+
+
+def _package(name: str, tested: tuple[str, ...]) -> dict[str, object]:
+    found = _version(name)
     return {"version": found, "tested": list(tested), "is_tested": found in tested}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +130,7 @@ class Graphed:
         is_tuple = isinstance(out, tuple) and all(isinstance(part, Tensor) for part in out)
         if not is_tuple and not isinstance(out, Tensor):
             fail(_OP, f"layer must return a tensor or a tuple of tensors, got {type(out).__name__}")
-        self._pack = getattr(type(out), "_make", tuple) if is_tuple else _only
+        self._pack = getattr(type(out), "_make", tuple) if is_tuple else itemgetter(0)
         outputs = [*out] if is_tuple else [out]
         self._recorded = [part for part in outputs if part.requires_grad]
         self._is_recorded = [part.requires_grad for part in outputs]
@@ -182,13 +183,14 @@ class Graphed:
         for grad, to in zip(recorded, self._sent, strict=True):
             to.copy_(grad)
         count = len(self._args)
-        arg_gradients, parameter_gradients = self._gradients[:count], self._gradients[count:]
-        for parameter, gradient in zip(self._parameters, parameter_gradients, strict=True):
-            if gradient is not None and _is_same_memory(parameter.grad, gradient):
-                parameter.grad = parameter.grad.clone()  # .grad is the graph's own tensor of an earlier backward
+        of_args, of_parameters = self._gradients[:count], self._gradients[count:]
+        for parameter, gradient in zip(self._parameters, of_parameters, strict=True):
+            grad = parameter.grad
+            if grad is not None and gradient is not None and grad.data_ptr() == gradient.data_ptr():
+                parameter.grad = grad.clone()  # .grad is the graph's own tensor of an earlier backward
         self._replay_backward()
-        arg_gradients = [None if gradient is None else gradient.clone() for gradient in arg_gradients]
-        return [*arg_gradients, *(None if gradient is None else gradient.detach() for gradient in parameter_gradients)]
+        of_args = [None if gradient is None else gradient.clone() for gradient in of_args]
+        return [*of_args, *(None if gradient is None else gradient.detach() for gradient in of_parameters)]
 
 
 class _Replay(torch.autograd.Function):
@@ -241,10 +243,6 @@ def _mode(layer: nn.Module, x: Tensor) -> tuple[bool, bool, torch.dtype | None]:
     return layer.training, torch.is_grad_enabled(), autocast_dtype(x)
 
 
-def _only(outputs: Sequence[Tensor]) -> Tensor:
-    return outputs[0]
-
-
 def _named_tensors(layer: nn.Module) -> list[tuple[object, str]]:
     """Returns the owner and the name of every tensor of the layer whose address a graph may have."""
     found: list[tuple[object, str]] = []
@@ -260,10 +258,6 @@ def _named_tensors(layer: nn.Module) -> list[tuple[object, str]]:
 def _memory(owner: object, name: str) -> tuple[int, bool] | None:
     tensor = getattr(owner, name, None)
     return None if tensor is None else (tensor.data_ptr(), tensor.requires_grad)
-
-
-def _is_same_memory(x: Tensor | None, y: Tensor) -> bool:
-    return x is not None and x.data_ptr() == y.data_ptr()
 
 
 def _check_samples(sample_args: Sequence[Tensor]) -> None:

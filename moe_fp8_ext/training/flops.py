@@ -62,12 +62,12 @@ def register_formulas() -> None:
     """Registers the formula of each op that multiplies, unless it has one."""
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-    ours, python_ops = torch.ops.moe_fp8, torch.ops.moe_fp8_ext
+    ours, of_python = torch.ops.moe_fp8, torch.ops.moe_fp8_ext
     formulas = {
         ours.scaled_grouped_mm: _scaled,
         ours.add_scaled_grouped_mm: _added,
-        python_ops.add_by_bytes: _added,
-        python_ops.cpu_grouped_mm: grouped_mm_flops,
+        of_python.add_by_bytes: _added,
+        of_python.cpu_grouped_mm: grouped_mm_flops,
     }
     for op, formula in formulas.items():
         if op not in flop_registry:

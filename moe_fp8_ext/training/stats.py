@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from moe_fp8_ext.quantization.prepare import DeferredWeight
 _OPERANDS = "tokens", "weights", "gradients"
 _COLUMNS = "underflow", "wgrad_underflow", "saturated", "amax", "ratio", "limit", "sqnr"
 _TITLES = "operand", "underflow", "in wgrad", "saturated", "amax", "ratio", "limit", "SQNR"
+Statistics = Callable[..., dict[str, object]]
 _open: list[Stats] = []  # a global, because all threads of a process see it
 
 
@@ -39,7 +41,7 @@ class Stats:
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.dim() == 3
         ]
-        self._values: dict[str, dict[tuple[str | None, tuple[str, ...]], Tensor]] = {}
+        self._sums: dict[str, dict[tuple[str | None, Statistics], Tensor]] = {}
         self._recipes: dict[str, str] = {}
         self._is_new = False  # whether anything was measured since the last `write`
 
@@ -71,16 +73,13 @@ class Stats:
             "product_sqnr": a number, "tokens", "weights", "gradients": {statistic: a number}}}}. A number is None if
             all elements of its operand are zero. A statistic that was not measured has no entry.
         """
-        numbers = iter(_read([t for values in self._values.values() for t in values.values()]))
+        numbers = iter(_read([t for sums in self._sums.values() for t in sums.values()]))
         layers: dict[str, dict[str, object]] = {}
-        for name, values in self._values.items():
+        for name, sums in self._sums.items():
             layer = layers[name] = {"recipe": self._recipes[name]}
-            for (operand, keys), found in zip(values, numbers, strict=False):
-                if keys == ("tokens_per_expert",):
-                    layer[keys[0]] = [int(count) for count in found]
-                else:
-                    of = layer if operand is None else layer.setdefault(operand, {})
-                    of.update(zip(keys, found, strict=True))
+            for (operand, statistics), found in zip(sums, numbers, strict=False):
+                of = layer if operand is None else layer.setdefault(operand, {})
+                of.update({key: None if number != number else number for key, number in statistics(*found).items()})
         return {"step": self.sampled, "layers": layers}
 
     def scalars(self) -> dict[str, float]:
@@ -146,12 +145,13 @@ class Stats:
                 return name
         return None
 
-    def put(self, name: str, recipe: str, operand: str | None, keys: tuple[str, ...], values: Tensor) -> None:
-        """Keeps values [len(keys)] on the device. They replace the values of earlier calls with the same keys."""
+    def put(self, name: str, recipe: str, operand: str | None, statistics: Statistics, sums: Tensor) -> None:
+        """Keeps sums [n] on the device, and a function of n numbers that returns statistics by name. They replace the
+        sums that an earlier call kept with this function."""
         if self.sampled != self.steps:
-            self._values, self.sampled = {}, self.steps
+            self._sums, self.sampled = {}, self.steps
         self._is_new, self._recipes[name] = True, recipe
-        self._values.setdefault(name, {})[operand, keys] = values
+        self._sums.setdefault(name, {})[operand, statistics] = sums
 
 
 def stats(model: nn.Module, every: int = 100) -> Stats:
@@ -237,16 +237,14 @@ def _identity(w: Tensor) -> int:
         return (w.to_local() if is_dtensor(w) else w).data_ptr() or id(w)
 
 
-def _read(tensors: Sequence[Tensor]) -> list[list[float | None]]:
-    """Returns the numbers of tensors [n] by one copy from each device. NaN, the result of 0 / 0, becomes None."""
-    found: list[list[float | None]] = [[] for _ in tensors]
+def _read(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Returns the numbers of tensors [n] by one copy from each device."""
+    found: list[list[float]] = [[] for _ in tensors]
     for device in {t.device for t in tensors}:
         here = [i for i, t in enumerate(tensors) if t.device == device]
         numbers = iter(torch.cat([tensors[i].double() for i in here]).tolist())
         for i in here:
-            for _ in range(tensors[i].shape[0]):
-                number = next(numbers)
-                found[i].append(None if math.isnan(number) else number)
+            found[i].extend(itertools.islice(numbers, tensors[i].shape[0]))
     return found
 
 

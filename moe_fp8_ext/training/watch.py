@@ -1,11 +1,13 @@
 """Measures the operands of a sampled call, for `stats`. Forward chooses rows, and backward measures the same rows.
 
-A call keeps its `Watch` on its autograd node, because torch may run backward in another thread. All values stay on the
-device. For an operand along rows, the measured rows are quantized a second time, to the same bytes.
+A call keeps its `Watch` on its autograd node, because torch may run backward in another thread. For an operand along
+rows, the measured rows are quantized a second time, to the same bytes. A sampled step computes sums on the device, with
+few ops. The statistics are computed from the sums when somebody reads them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from moe_fp8_ext.matmul.bf16 import clamped
 from moe_fp8_ext.matmul.engine import Activated, Engine, Fp8Engine, Groups
 from moe_fp8_ext.quantization.casting import cast, without_autocast
 from moe_fp8_ext.quantization.prepare import DeferredWeight, Operand
-from moe_fp8_ext.training.stats import Stats, sampling
+from moe_fp8_ext.training.stats import Statistics, Stats, sampling
 
 if TYPE_CHECKING:
     from moe_fp8_ext.layer.node import Call
@@ -28,7 +30,6 @@ _dequantize = torch.ops.moe_fp8.dequantize.default
 
 ROWS = 512  # rows of tokens and gradients that a call measures
 TILE = 128  # rows of a weight; "blockwise" scales 128 of them together
-_ALONG_ROWS = "underflow", "saturated", "amax", "ratio", "limit", "sqnr"
 
 
 def watched(engine: Engine, *weights: Tensor | None) -> list[Watch] | None:
@@ -53,6 +54,16 @@ class Rows:
         self.expert = torch.searchsorted(self.offs, self.at, right=True).clamp(max=self.offs.shape[0] - 1)
         self.starts = pad(self.offs, (1, -1))
 
+    @functools.cached_property
+    def within(self) -> Tensor:
+        """The places of these rows within their groups."""
+        return self.at - self.starts[self.expert]
+
+    @functools.cached_property
+    def slots(self) -> Tensor:
+        """The slots of these rows. Slot s is of token s // top_k."""
+        return self.groups.indices.index_select(0, self.at)
+
     def of(self, x: Tensor) -> Tensor:
         """Returns these rows of x [P, K], zero where a row does not exist."""
         return torch.where(self.exists[:, None], x.index_select(0, self.at), 0)
@@ -61,14 +72,13 @@ class Rows:
         """Returns the tokens x [T, K] of these rows."""
         if self.groups.indices is None:
             return self.of(x)
-        slots = self.groups.indices.index_select(0, self.at)
-        exists = self.exists & (slots >= 0) & (slots < x.shape[0] * self.groups.top_k)
-        tokens = (slots // self.groups.top_k).clamp(0, x.shape[0] - 1)
-        return torch.where(exists[:, None], x.index_select(0, tokens), 0)
+        tokens = self.slots // self.groups.top_k
+        inside = tokens.clamp(0, x.shape[0] - 1)
+        return torch.where((self.exists & (tokens == inside))[:, None], x.index_select(0, inside), 0)
 
     def of_operand(self, operand: Operand) -> Tensor:
         """Returns the fp8 values of these rows in an operand along tokens, as float32."""
-        at = self.at - self.starts[self.expert] + pad(operand.ends, (1, -1))[self.expert]
+        at = self.within + pad(operand.ends, (1, -1))[self.expert]
         q = operand.values.view(torch.uint8).index_select(1, at.clamp(0, operand.values.shape[1] - 1))
         return q.view(operand.values.dtype).float().mT
 
@@ -80,8 +90,8 @@ class Watch:
         self.stats, self.name, self.engine = stats, name, engine
         self.recipe = engine.recipe.name if isinstance(engine, Fp8Engine) else "bf16"
 
-    def put(self, operand: str | None, keys: tuple[str, ...], values: Tensor) -> None:
-        self.stats.put(self.name, self.recipe, operand, keys, values)
+    def put(self, operand: str | None, statistics: Statistics, sums: Tensor) -> None:
+        self.stats.put(self.name, self.recipe, operand, statistics, sums)
 
     def along_rows(self, operand: str, x: Tensor, q: Operand | None = None) -> Tensor | None:
         """Measures rows x that are quantized as an operand along rows. Returns the values of their fp8 numbers."""
@@ -89,20 +99,19 @@ class Watch:
             q, _ = self.engine.rows(x, Groups(None), rows=True, gradient=operand == "gradients")
         if q.scale is None or x.shape[0] == 0:
             return None
-        values, dequantized = _statistics(x.float(), q, self.engine.recipe.format)
-        self.put(operand, _ALONG_ROWS, values)
+        sums, dequantized = _sums(x.float(), q, self.engine.recipe.format)
+        self.put(operand, _along_rows(q.values.dtype), sums)
         return dequantized
 
     def along_tokens(self, operand: str, x: Tensor, q: Operand, rows: Rows) -> None:
         """Measures the same rows x within an operand along tokens."""
         if q.scale is not None:
-            exists = x != 0
-            self.put(operand, ("wgrad_underflow",), _share(exists & (rows.of_operand(q) == 0), exists)[None])
+            self.put(operand, _along_tokens, _counts(torch.stack((x.float(), rows.of_operand(q)))))
 
     def product(self, x: Tensor | None, x8: Tensor | None, w: Tensor, dtype: torch.dtype | None, rows: Rows) -> None:
         """Measures a weight [E, N, K] and, if the fp8 values x8 of tokens x are known, its product with them."""
         counts = rows.offs - rows.starts
-        self.put(None, ("tokens_per_expert",), counts)
+        self.put(None, _load, counts)
         if isinstance(w, DeferredWeight):
             return
         busiest = counts.argmax()[None]
@@ -112,9 +121,8 @@ class Watch:
         if x8 is not None and w8 is not None:
             with without_autocast(x):
                 y, y8 = x.float() @ tile[0].float().mT, x8 @ w8[0].mT
-            is_busiest = (rows.expert == busiest)[:, None]
-            y, noise = (torch.where(is_busiest, t, 0) for t in (y, y - y8))
-            self.put(None, ("product_sqnr",), _sqnr(y, noise)[None])
+            of_busiest = torch.where((rows.expert == busiest)[:, None], torch.stack((y, y - y8)), 0)
+            self.put(None, _product, _norms(of_busiest))
 
 
 class MatmulWatch:
@@ -179,9 +187,9 @@ class LayerWatch:
 
     def between(self, da: Tensor, of: Activated, dh_t: Operand, a_t: Operand) -> None:
         """Measures the gradients between the products, and activations along tokens."""
-        scores, indices = of.scores, self.rows.groups.indices
+        scores = of.scores
         if scores is not None:
-            slots = self.rows.at if indices is None else indices.index_select(0, self.rows.at)
+            slots = self.rows.at if self.rows.groups.indices is None else self.rows.slots
             scores = scores.index_select(0, slots.clamp(0, scores.shape[0] - 1))
         format = None if self.h.scale is None else self.engine.recipe.format
         how = scores, self.h.scale, format, None, of.interleaved
@@ -196,28 +204,81 @@ class LayerWatch:
             self.up.along_tokens("tokens", self.rows.of_tokens(x.values), x_t, self.rows)
 
 
-def _statistics(x: Tensor, q: Operand, format: str) -> tuple[Tensor, Tensor]:
-    """Returns the statistics of x as an operand along rows, in the order of _ALONG_ROWS, and the values of q."""
-    dtype = q.values.dtype
-    scale = _dequantize(torch.ones_like(x).to(dtype), q.scale, format, "rows", None, torch.float32)
-    largest, bits = torch.finfo(dtype).max, 3 if "e4m3" in str(dtype) else 2
-    tie = largest + 2.0 ** (math.floor(math.log2(largest)) - bits - 1)  # up to here a value rounds to the largest
-    limit = largest / (torch.finfo(dtype).smallest_normal * 2.0 ** -(bits + 1))  # half the smallest number rounds to 0
-    exists, scaled, values = x != 0, x.abs() / scale, q.values.float()
-    found = (
-        _share(exists & (values == 0), exists),
-        _share((values.abs() == largest) & (scaled > tie), exists),
-        x.abs().amax(),
-        largest / torch.where(exists, scaled, torch.inf).amin(),
-        torch.full((), limit, device=x.device),
-        _sqnr(x, x - values * scale),
-    )
-    return torch.stack(found), values * scale
+# ---- sums, on the device ----
 
 
-def _share(part: Tensor, of: Tensor) -> Tensor:
-    return part.sum() / of.sum()
+def _sums(x: Tensor, q: Operand, format: str) -> tuple[Tensor, Tensor]:
+    """Returns the arguments of `_along_rows` for x, which is quantized to q, and the values of q."""
+    scale = _dequantize(torch.ones_like(q.values), q.scale, format, "rows", None, torch.float32)
+    values, magnitude = q.values.float(), x.abs()
+    dequantized, scaled = values * scale, magnitude / scale
+    found = torch.stack((x, x - dequantized, values))
+    saturated = (scaled > _tie(q.values.dtype)).sum(dtype=torch.float32)
+    smallest = scaled.masked_fill(x == 0, torch.inf).amin()
+    return torch.hstack((_counts(found[::2]), _norms(found[:2]), saturated, magnitude.amax(), smallest)), dequantized
 
 
-def _sqnr(signal: Tensor, noise: Tensor) -> Tensor:
-    return 10 * torch.log10(signal.square().sum() / noise.square().sum())
+def _counts(x: Tensor) -> Tensor:
+    """How many elements of each of x [n, ...] are not zero, [n] in float32. Up to 2^24 it is exact."""
+    return torch.linalg.vector_norm(x.flatten(1), 0, 1)
+
+
+def _norms(x: Tensor) -> Tensor:
+    """The root of the sum of squares of each of x [n, ...], [n]."""
+    return torch.linalg.vector_norm(x.flatten(1), 2, 1)
+
+
+def _tie(dtype: torch.dtype) -> float:
+    """The greatest number that still rounds to the largest of an fp8 type."""
+    largest = torch.finfo(dtype).max
+    return largest + 2.0 ** (math.floor(math.log2(largest)) - _mantissa_bits(dtype) - 1)
+
+
+def _mantissa_bits(dtype: torch.dtype) -> int:
+    return 3 if "e4m3" in str(dtype) else 2
+
+
+# ---- statistics, from sums that were read ----
+
+
+@functools.cache  # one function for each type: `Stats.put` replaces what has the same function
+def _along_rows(dtype: torch.dtype) -> Statistics:
+    largest = torch.finfo(dtype).max
+    underflows_below = torch.finfo(dtype).smallest_normal * 2.0 ** -(_mantissa_bits(dtype) + 1)  # half the smallest
+
+    def statistics(
+        nonzero: float, kept: float, signal: float, noise: float, saturated: float, amax: float, smallest: float
+    ) -> dict[str, object]:
+        return {
+            "underflow": _share(nonzero - kept, nonzero),
+            "saturated": _share(saturated, nonzero),
+            "amax": amax,
+            "ratio": largest / smallest if smallest else math.inf,
+            "limit": largest / underflows_below,
+            "sqnr": _decibels(signal, noise),
+        }
+
+    return statistics
+
+
+def _along_tokens(nonzero: float, kept: float) -> dict[str, object]:
+    return {"wgrad_underflow": _share(nonzero - kept, nonzero)}
+
+
+def _product(signal: float, noise: float) -> dict[str, object]:
+    return {"product_sqnr": _decibels(signal, noise)}
+
+
+def _load(*counts: float) -> dict[str, object]:
+    return {"tokens_per_expert": [int(count) for count in counts]}
+
+
+def _share(part: float, of: float) -> float:
+    return part / of if of else math.nan
+
+
+def _decibels(signal: float, noise: float) -> float:
+    """10 log10(signal^2 / noise^2)."""
+    if not signal:
+        return -math.inf if noise else math.nan
+    return 20 * math.log10(signal / noise) if noise else math.inf

@@ -15,7 +15,7 @@ from cache import CSRC
 from helpers import group_offs
 from hipified import hipify
 from simt_checks import ON_LINUX, exact_fp8, exact_scales
-from simt_library import SIMT, compile_cxx
+from simt_library import RUNTIME, SIMT, compile_cxx
 from torch import Tensor
 
 from moe_fp8_ext import reference
@@ -31,7 +31,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     shutil.copy(SIMT / "epilogue.cpp", source / "epilogue.cu")  # the headers that it includes must be hipified
     hipify(source, hip)
     flags = "-DSIMT_HOPPER", "-D__sm_90a__", "-DUSE_ROCM", "-D__HIP__", f"-I{hip}", "-shared", "-x", "c++"
-    compile_cxx(*flags, hip / "epilogue.hip", "-ldl", "-o", folder / "epilogue.so", wave=32)
+    compile_cxx(*flags, hip / "epilogue.hip", RUNTIME, "-ldl", "-o", folder / "epilogue.so", wave=32)
     library = ctypes.CDLL(str(folder / "epilogue.so"))
     library.simt_relu_amax.restype = ctypes.c_char_p
     return library

@@ -16,7 +16,7 @@ from cache import CSRC
 from helpers import FP8_DTYPES, LAYOUTS, corrupt_offs, group_offs, pairs, short, slot_indices, wide
 from simt_checks import ON_LINUX, exact_fp8, exact_scales
 from simt_kernels import SimtKernels, Waves
-from simt_library import SIMT, compile_cxx
+from simt_library import RUNTIME, SIMT, compile_cxx
 from simt_products import products
 from torch import Tensor
 
@@ -281,7 +281,7 @@ def test_what_others_take(hopper):
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("faults") / "faults"
     how = "-DSIMT_HOPPER", "-DUSE_ROCM", "-D__HIP__", f"-I{CSRC}"
-    compile_cxx(*how, SIMT / "faults_hopper.cpp", "-ldl", "-o", program, wave=32)
+    compile_cxx(*how, SIMT / "faults_hopper.cpp", RUNTIME, "-ldl", "-o", program, wave=32)
     return program
 
 

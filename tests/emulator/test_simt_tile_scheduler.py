@@ -9,7 +9,7 @@ import pytest
 import torch
 from cache import CSRC
 from simt_checks import ON_LINUX
-from simt_library import SIMT, compile_cxx
+from simt_library import RUNTIME, SIMT, compile_cxx
 from torch import Tensor
 
 pytestmark = ON_LINUX
@@ -30,7 +30,7 @@ LONG = [31_457_280, 27_262_976, 23_068_672, 18_874_368, 2_883_584]  # exact cost
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     shared_object = tmp_path_factory.mktemp("tile_scheduler") / "tile_scheduler.so"
     flags = "-DSIMT_HOPPER", "-DUSE_ROCM", "-D__HIP__", f"-I{CSRC}", "-shared"
-    compile_cxx(*flags, SIMT / "tile_scheduler.cpp", "-ldl", "-o", shared_object, wave=32)
+    compile_cxx(*flags, SIMT / "tile_scheduler.cpp", RUNTIME, "-ldl", "-o", shared_object, wave=32)
     library = ctypes.CDLL(str(shared_object))
     library.simt_schedule_units.restype = ctypes.c_char_p
     return library

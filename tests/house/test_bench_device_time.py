@@ -78,6 +78,18 @@ def test_parts_add_up_to_the_time_in_which_a_kernel_runs(profile):
     assert waterfall.by_op(profile, kinds) == pytest.approx({"casts": 11.5, "experts": 9.5, "rest": 3})
 
 
+def test_milliseconds_of_a_step(device_time, profile):
+    """Kernels that no op launched are in the rest. The time of a step without the profiler says how long none ran."""
+    kinds = {op: "products" if "scaled" in op.name else None for op in profile.ops}
+    us = device_time.by_kind(profile, kinds, "rest")
+    assert us == pytest.approx({"products": 9.5, "rest": 11.5 + 1 + 2})
+    us = {"products": 3000, "rest": 500}
+    assert device_time.of_step(us, 0.007) == {"no kernel": 3.5, "products": 3, "rest": 0.5}
+    assert device_time.of_step(us, 0.003)["no kernel"] == -0.5
+    longest = device_time.longest_ops(profile, kinds, "rest", 1)
+    assert longest == {"products": {"moe_fp8::scaled_grouped_mm": 9.5}, "rest": {"moe_fp8::quantize_weight": 11.5}}
+
+
 def test_ops_on_a_cpu(device_time, profile):
     """Without kernels, an op counts without the ops that it calls."""
     outer, inner = profile.ops[0], profile.ops[1]

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import cache  # noqa: E402
 import compile_cached  # noqa: E402
-from simt_library import CXX, SIMT, compile_cxx  # noqa: E402
+from simt_library import CXX, RUNTIME, SIMT, compile_cxx  # noqa: E402
 
 from build_backend.environment import DEFAULT_ARCHS, choose_archs  # noqa: E402
 
@@ -23,7 +23,7 @@ from build_backend.environment import DEFAULT_ARCHS, choose_archs  # noqa: E402
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("faults") / "faults"
-    compile_cxx(SIMT / "faults.cpp", "-ldl", "-o", program, wave=64)
+    compile_cxx(SIMT / "faults.cpp", RUNTIME, "-ldl", "-o", program, wave=64)
     return program
 
 

@@ -249,3 +249,4 @@ call 5 of 9: quantize_rows mxfp8 [(300, 272)]
     begun, ended = sanitize.calls_of(output)
     assert begun == {3: "quantize_rows rowwise [(300, 272)]", 5: "quantize_rows mxfp8 [(300, 272)]"}
     assert ended == {3: 1.5}
+    assert not sanitize.reports("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+SDPA = "aten::_scaled_dot_product_flash_attention_for_cpu"
 FEW_STEPS = "--model tiny --layers 1 --context 16 --sequences 1 --rank 2 --warm 1 --steps 1".split()
 
 
@@ -34,10 +37,12 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    "options", ["--impl stock", "--impl ours", "--impl ours --checkpoint", "--impl ours --adapters bfloat16"]
+    "options",
+    ["--impl stock --profile", "--impl ours --profile", "--impl ours --checkpoint", "--impl ours --adapters float32"],
 )
-def test_finetune(bench, tmp_path, options):
-    words = options.split()
+def test_finetune(bench, tmp_path, options, monkeypatch):
+    work, words = importlib.import_module("finetune_work"), options.split()
+    monkeypatch.setattr(work, "OPS", 1000)
     words += [tmp_path / "model"] if words[-1] == "--checkpoint" else []
     found = json.loads(bench("finetune", *FEW_STEPS, *words, "--out", tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text()) == [found]
@@ -49,6 +54,69 @@ def test_finetune(bench, tmp_path, options):
     assert found["tokens_per_second"] == pytest.approx(16 / found["step_seconds"][0], rel=1e-3)
     assert found["from_checkpoint"] == (tmp_path / "model" / "config.json").exists()
     assert {"warm", "steps", "adapters"} < found["seconds"].keys()
+    assert len(found["losses"]) == 2 + ("--profile" in words)
+    if "--profile" in words:
+        check_profile(found, work)
+
+
+def check_profile(found: dict, work: ModuleType) -> None:
+    """Each op has the kind of work of its part of the model, and the kinds add up to a step."""
+    ms, products = found["profile_ms"], "moe_fp8::scaled_grouped_mm" if found["impl"] == "ours" else "aten::_grouped_mm"
+    assert sum(ms.values()) == pytest.approx(1000 * found["step_seconds"][0], abs=0.005 * len(ms))
+    kinds_of: dict[str, set[str]] = {}
+    for kind, ops in found["profile_ops"].items():
+        for op in ops:
+            kinds_of.setdefault(op, set()).add(kind)
+    want = {products: {work.PRODUCTS}, SDPA: {work.ATTENTION}, f"{SDPA}_backward": {work.ATTENTION}}
+    want |= {"aten::rsqrt": {"norms and residuals"}, "aten::topk": {"router"}, "aten::cos": {work.ROTARY}}
+    want |= {"aten::nll_loss_backward": {"embeddings and loss"}, "aten::addcdiv_": {"optimizer"}}
+    if found["impl"] == "ours":
+        want |= {"moe_fp8::quantize_rows": {work.OTHERS}, "moe_fp8::sort_tokens": {work.OTHERS}}
+        want |= {"aten::_grouped_mm": {work.ADAPTERS}}
+    else:
+        want |= {"aten::baddbmm": {work.ADAPTERS}, "aten::bmm": {work.ADAPTERS}, "aten::silu": {work.OTHERS}}
+    assert {op: kinds_of[op] for op in want} == want
+    by_factors_and_weights = {work.LINEAR, work.ADAPTERS_OF_LINEAR, "router", "embeddings and loss"}
+    assert by_factors_and_weights <= kinds_of["aten::mm"]
+
+
+@pytest.mark.parametrize("adapters", ["autocast", "float32", "bfloat16"])
+def test_dtype_of_adapters(bench, monkeypatch, adapters):
+    """Under autocast, no product of an adapter is in float32, in forward or where a checkpoint computes it again."""
+    program, seen, parameters = importlib.import_module("finetune"), [], []
+
+    def with_adapters(*args: object) -> object:
+        model = with_adapters_of_the_bench(*args)
+        parameters.extend(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+        for name, module in model.named_modules():
+            if name.endswith(("q_proj.lora_A.default", "q_proj.lora_B.default")):
+                module.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+        return model
+
+    with_adapters_of_the_bench = program.with_adapters
+    monkeypatch.setattr(program, "with_adapters", with_adapters)
+    bench("finetune", *FEW_STEPS, "--impl", "ours", "--adapters", adapters)
+    assert {*parameters} == {torch.bfloat16 if adapters == "bfloat16" else torch.float32}
+    product = torch.float32 if adapters == "float32" else torch.bfloat16
+    assert seen == [(product, product)] * len(seen) and len(seen) == 2 * 2 * 2  # A and B, in each pass of two steps
+
+
+def test_attention_is_compiled(bench, monkeypatch):
+    """One graph serves all layers, forward and again under checkpoint, and its ops have kinds of work."""
+    work = importlib.import_module("finetune_work")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(work, "OPS", 1000)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    options = (*FEW_STEPS, "--impl", "ours", "--layers", 3)
+    found, eager = (json.loads(bench("finetune", *options, *more)) for more in (["--compile", "--profile"], []))
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]  # attention and a norm
+    assert found["losses"][:2] == pytest.approx(eager["losses"], rel=1e-3)
+    of_attention = found["profile_ops"][work.ATTENTION]
+    assert {op for op in of_attention if op.startswith("aten::_scaled")} == {SDPA, f"{SDPA}_backward"}
+    assert "aten::mm" in found["profile_ops"][work.COMPILED] and work.LINEAR not in found["profile_ms"]
+    torch._dynamo.reset()
 
 
 def test_finetune_refuses_a_checkpoint_for_stock(bench, tmp_path):
@@ -92,6 +160,13 @@ def test_table(monkeypatch):
         ["out of memory", "", "", ""],
     ]
     assert "1.0100 over FP8 and 1.0000 over BF16, means of 3 seeds" in " ".join(text.split())
+    assert "by kind of work" not in text
+    runs[0] |= dict(profile_ms={"attention": 1200.0, "no kernel": -0.1}, overlap="divided")
+    runs[1] |= dict(profile_ms={"attention": 1300.0, "router": 2.0}, overlap="divided")
+    text = importlib.import_module("tables").finetune_text(runs)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert ["work", "M, large, moe_fp8_ext, FP8", "M, large, Transformers + PEFT, BF16"] in lines
+    assert lines[-3:] == [["attention", "1,200.0", "1,300.0"], ["router", "0.0", "2.0"], ["no kernel", "-0.1", "0.0"]]
     assert "Not measured yet" in importlib.import_module("tables").finetune_text(None)
 
 

@@ -597,13 +597,26 @@ def test_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs the blocks of the page in order, without TRL's."""
     tiny_model("qwen3_moe", "eager").save_pretrained(tmp_path)
     names: dict[str, object] = dict(path=tmp_path, torch=torch, prompt=dict(input_ids=torch.arange(3, 9)[None]))
-    start, attention, evaluation = (
+    start, training, attention, evaluation = (
         block for block in blocks("docs/finetuning.md") if block not in blocks("docs/finetuning.md", "TRL")
     )
     exec(start, names)
     assert "'blockwise'" in capsys.readouterr().out
-    model, trained = names["model"], gradients(names["model"])
+    model = names["model"]
+    trained = gradients(model)
     assert len(trained) == 2 * 2 * (4 + 2)  # A and B of 4 weights of attention and 2 of experts, in 2 layers
+    parameters, products = [p for p in model.parameters() if p.requires_grad], []
+    tokens = torch.arange(3, 9)[None]
+    names |= dict(
+        optimizer=torch.optim.AdamW(parameters), device="cpu", batches=[dict(input_ids=tokens, labels=tokens)]
+    )
+    factors = [factor for name, factor in model.named_modules() if name.endswith("_proj.lora_A.default")]
+    hooks = [factor.register_forward_hook(lambda *call: products.append((call[1][0], call[2]))) for factor in factors]
+    exec(training, names)
+    assert len(products) == 2 * 4 and {t.dtype for call in products for t in call} == {torch.bfloat16}
+    assert {p.dtype for p in parameters} == {torch.float32}
+    for hook in hooks:
+        hook.remove()
     exec(evaluation, names)
     assert names["tokens"].shape == (1, 6 + 8)
     exec(attention, names)

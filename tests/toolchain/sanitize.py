@@ -39,8 +39,9 @@ def reports(output: str) -> collections.Counter[str]:
     """Headlines of what the tool reported, each with the kernel that the headline or the lines below it name."""
     found: collections.Counter[str] = collections.Counter()
     headlines = list(REPORT.finditer(output))
-    for headline, following in zip(headlines, [*headlines[1:], None], strict=True):
-        record = output[headline.start() : following.start() if following else len(output)]
+    ends = [*(following.start() for following in headlines[1:]), len(output)]
+    for headline, end in zip(headlines, ends, strict=False):  # without a headline, there is one end too many
+        record = output[headline.start() : end]
         place = PLACE.search(record)
         text = re.sub(r"\+?0x[0-9a-f]+", "", headline[1])
         found[text if place is None or place[1] in text else f"{text}: {place[1]}"] += 1

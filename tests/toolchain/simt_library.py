@@ -17,6 +17,7 @@ from cache import CSRC, alone, cached, closure, key
 from hipified import hipify, kernel_sources
 
 SIMT = Path(__file__).parent / "simt"
+RUNTIME = SIMT / "runtime.cpp"  # a program that includes the emulator's headers needs it
 SHIMS = (SIMT / "shim.cpp", SIMT / "shim_gemm.cpp")
 # Wave size and generation. FP8 instructions are FNUZ on gfx942 and FN on the others. Matrix instructions are NVIDIA's
 # on a wave of 32 and MFMA on a wave of 64, with scales on gfx950. For Hopper, only its own GEMM is built.
@@ -57,7 +58,7 @@ def key_of(source: Path, chip: str) -> str:
 
 
 def build(chip: str) -> Path:
-    """Returns a shared object with the shims and a chip's kernels."""
+    """Returns a shared object with the emulator, the shims and a chip's kernels."""
     wave, generation = CHIPS[chip]
     kernels, shims = kernel_sources(CSRC), SHIMS
     if chip in GEMM_ALONE:
@@ -65,7 +66,8 @@ def build(chip: str) -> Path:
         others = ["platform/device.cu", *["scales/dequantize.cu"] * of_hopper]
         folder = CSRC / "gemm" / ("sm90" if of_hopper else "mma")
         kernels, shims = [*sorted(folder.rglob("*.cu")), *(CSRC / other for other in others)], SHIMS[1:]
-    keys = {source: key_of(source, chip) for source in [*kernels, *shims]}
+    own = (*shims, RUNTIME)
+    keys = {source: key_of(source, chip) for source in [*kernels, *own]}
 
     def link(folder: Path) -> None:
         with tempfile.TemporaryDirectory() as tmp:
@@ -74,7 +76,7 @@ def build(chip: str) -> Path:
             macros = (f"-D__{chip}__", f"-D{generation}")
 
             def compile_one(source: Path) -> Path:
-                hip = tree / source.relative_to(CSRC).with_suffix(".hip") if source not in SHIMS else None
+                hip = tree / source.relative_to(CSRC).with_suffix(".hip") if source not in own else None
                 how = [f"-I{tree}", "-DUSE_ROCM", "-D__HIP__", "-x", "c++", hip] if hip else [f"-I{CSRC}", source]
                 make = lambda place: compile_cxx(*macros, *how, "-c", "-o", place / "object.o", wave=wave)  # noqa: E731
                 return cached(keys[source], make) / "object.o"

@@ -17,13 +17,13 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kActivateBlocks) add_bias_kernel(MOE
     const void* const bias = access.address(p.bias.values, e * p.N);
     void* const out = access.address(p.out, r * p.N);
     for (int first = lane; first < vecs; first += kActivateVecs * kWarpSize) {
-      typename Access::Raw of_x[kActivateVecs], of_bias[kActivateVecs] = {};
+      typename Access::Raw x_vecs[kActivateVecs], bias_vecs[kActivateVecs] = {};
 #pragma unroll
       for (int i = 0; i < kActivateVecs; ++i) {
         const int v = first + i * kWarpSize;
         if (v >= vecs) break;
-        of_x[i] = access.load_once(x, int64_t(v) * n);
-        if (e < p.bias.E) of_bias[i] = access.load(bias, int64_t(v) * n);
+        x_vecs[i] = access.load_once(x, int64_t(v) * n);
+        if (e < p.bias.E) bias_vecs[i] = access.load(bias, int64_t(v) * n);
       }
 #pragma unroll
       for (int i = 0; i < kActivateVecs; ++i) {
@@ -31,7 +31,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kActivateBlocks) add_bias_kernel(MOE
         if (v >= vecs) break;
         float sums[n];
 #pragma unroll
-        for (int j = 0; j < n; ++j) sums[j] = access.element(of_x[i], j) + access.element(of_bias[i], j);
+        for (int j = 0; j < n; ++j) sums[j] = access.element(x_vecs[i], j) + access.element(bias_vecs[i], j);
         access.store(out, int64_t(v) * n, sums);
       }
     }

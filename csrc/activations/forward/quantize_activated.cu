@@ -54,12 +54,12 @@ MOE_DEVICE void store_rows(const QuantizeActivatedPlan& p, const Map& map, const
 }
 
 // Adds the bias of group e, from column `at` of its row on, to a vector of h.
-MOE_DEVICE void add_bias_to_vec(const GroupBias& bias, int e, int64_t columns, int64_t at, Vec16& of_h) {
-  const Vec16 of_bias = e < bias.E ? *Access::vec(bias.values, e * columns + at) : Vec16{};
+MOE_DEVICE void add_bias_to_vec(const GroupBias& bias, int e, int64_t columns, int64_t at, Vec16& h_vec) {
+  const Vec16 bias_vec = e < bias.E ? *Access::vec(bias.values, e * columns + at) : Vec16{};
 #pragma unroll
   for (int w = 0; w < 4; ++w)
-    of_h.w[w] = packed_bf16(element<BF16>(of_h.w[w], 0) + element<BF16>(of_bias.w[w], 0),
-                            element<BF16>(of_h.w[w], 1) + element<BF16>(of_bias.w[w], 1));
+    h_vec.w[w] = packed_bf16(element<BF16>(h_vec.w[w], 0) + element<BF16>(bias_vec.w[w], 0),
+                             element<BF16>(h_vec.w[w], 1) + element<BF16>(bias_vec.w[w], 1));
 }
 
 // Adds the bias of each row's group to the vectors of h.

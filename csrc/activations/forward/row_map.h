@@ -175,9 +175,9 @@ struct BlockwiseMap : RowMap<kBlock / kFeaturesPerVec, 4, 4, 2> {
   // h_max: of the gates and the ups of a row in this lane. outer_max: of outer_vec(), in the last group.
   MOE_DEVICE void shift_ups(uint32_t (&h_max)[kHMaxima], uint32_t outer_max) const {
     const uint32_t ups = shfl(h_max[1], (threadIdx.x + up_lane) % kWarpSize);
-    const bool of_b = lane() + up_lane < kLanes, outer_of_b = lane() < up_lane;
-    h_max[1] = !is_last_group() ? ups : max_magnitude<BF16>(of_b ? 0 : ups, outer_of_b ? 0 : outer_max);
-    h_max[2] = !is_last_group() ? 0 : max_magnitude<BF16>(of_b ? ups : 0, outer_of_b ? outer_max : 0);
+    const bool in_b = lane() + up_lane < kLanes, outer_in_b = lane() < up_lane;
+    h_max[1] = !is_last_group() ? ups : max_magnitude<BF16>(in_b ? 0 : ups, outer_in_b ? 0 : outer_max);
+    h_max[2] = !is_last_group() ? 0 : max_magnitude<BF16>(in_b ? ups : 0, outer_in_b ? outer_max : 0);
   }
 
   static MOE_DEVICE int half() { return lane() / (kLanes / 2); }
@@ -204,8 +204,8 @@ struct BlockwiseMap : RowMap<kBlock / kFeaturesPerVec, 4, 4, 2> {
   MOE_DEVICE float broadcast_h(const float (&values)[1], int vector, bool interleaved, int row) const {
     if (vector == 0 || !shifts_ups()) return broadcast(values[0], interleaved ? half() : vector, row);
     const int lane = threadIdx.x % kWarpSize, first_lane = (lane + kWarpSize - up_lane) % kWarpSize / kLanes * kLanes;
-    const bool of_b = first_lane == kWarpSize - kLanes && lane >= up_lane;
-    return as_float(shfl(as_bits(values[0]), first_lane + (of_b ? kOuterScale : kUpScale) * kRows + row));
+    const bool in_b = first_lane == kWarpSize - kLanes && lane >= up_lane;
+    return as_float(shfl(as_bits(values[0]), first_lane + (in_b ? kOuterScale : kUpScale) * kRows + row));
   }
   template <class Layout>
   MOE_DEVICE void store_scales(const QuantizeActivatedPlan& p, const Layout& layout, int v, int row0, int valid_rows,

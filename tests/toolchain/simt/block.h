@@ -5,15 +5,11 @@
 // message. Races on memory are not modelled. But waves run ahead of one another as far as barriers let them, in rising
 // and in falling order, so that a missing barrier mostly shows in the results.
 #pragma once
-#include <sys/mman.h>
-
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "fiber.h"
@@ -37,10 +33,7 @@ struct Site {
   bool operator==(const Site& other) const {
     return what == other.what && line == other.line && (file == other.file || !strcmp(file, other.file));
   }
-  std::string text() const {
-    const char* slash = strrchr(file, '/');
-    return std::string(what) + " at " + (slash ? slash + 1 : file) + ":" + std::to_string(line);
-  }
+  std::string text() const;
 };
 
 struct Fiber {
@@ -113,46 +106,9 @@ inline thread_local Block* current = nullptr;
 // Belongs to one OS thread, which runs blocks with it one after another.
 class Block {
  public:
-  explicit Block(Launch& launch)
-      : launch_(launch),
-        fibers_(new Fiber[launch.threads()]),
-        stacks_(kStackBytes * launch.threads()),
-        shared_(launch.shared_bytes),
-        statics_(thread_locals_around(&current)) {}
-
-  void run(dim3 index) {
-    index_ = index;
-    live_ = launch_.threads();
-    poison_shared_memory();
-    block_ = {};
-    block_.members = live_;
-    const uint64_t linear = index.x + launch_.grid.x * (index.y + uint64_t(launch_.grid.y) * index.z);
-    if (launch_.cluster > 1) {
-      cluster_ = &launch_.clusters[linear / launch_.cluster];
-      cluster_->blocks[cluster_rank()] = this;
-    }
-    cluster_barriers_ = 0;
-    for (unsigned w = 0; w * kWave < live_; ++w) {
-      static_cast<Rendezvous&>(waves_[w]) = {};
-      waves_[w].members = live_ - w * kWave < kWave ? live_ - w * kWave : kWave;
-    }
-    ready_ = {};
-    const dim3 size = launch_.block;
-    for (unsigned i = 0; i < live_; ++i) {
-      Fiber& fiber = fibers_[i];
-      fiber.linear = i;
-      fiber.index = dim3(i % size.x, i / size.x % size.y, i / (size.x * size.y));
-      fiber.waits_at = nullptr;
-      fiber.begun.clear();
-      fiber.in_team = 0;
-      fiber.fenced = false;
-      fiber.context.prepare(stacks_.end() - kStackBytes * i, [] { current->thread_main(); });
-      ready_.push(&fiber, (index.x + index.y + index.z) % 2);
-    }
-    running_ = ready_.pop();
-    home_.switch_to(running_->context);
-    if (cluster_) cluster_->blocks[cluster_rank()] = nullptr;
-  }
+  explicit Block(Launch& launch);
+  ~Block();
+  void run(dim3 index);
 
   // ---- the functions of a device thread ----
   const dim3& thread_index() const { return running_->index; }
@@ -166,20 +122,14 @@ class Block {
   void wave_barrier(const Site& site) { meet(running_wave(), site); }
 
   // Returns the number of threads that voted true.
-  unsigned barrier_count(bool vote, const Site& site) {
-    unsigned& votes = votes_[block_.round & 1];
-    if (block_.arrived == 0) votes = 0;
-    votes += vote;
-    meet(block_, site);
-    return votes;
-  }
+  unsigned barrier_count(bool vote, const Site& site);
 
   // Returns the value that lane `source` of the wave passed.
   template <class T>
   T exchange(T value, unsigned source, const Site& site) {
     static_assert(sizeof(T) <= sizeof(uint64_t), "a lane exchanges at most 8 bytes");
     Wave& wave = running_wave();
-    if (source >= wave.members) fail(site.text() + " reads lane " + std::to_string(source) + ", which is not there");
+    if (source >= wave.members) fail_to_read(source, site);
     uint64_t* slots = wave.slots[wave.round & 1];
     memcpy(&slots[lane()], &value, sizeof value);
     meet(wave, site);
@@ -188,79 +138,30 @@ class Block {
   }
 
   // Returns the values that all lanes of the wave passed, by lane. Read them before the next exchange.
-  const uint64_t* share(uint64_t value, const Site& site) {
-    Wave& wave = running_wave();
-    uint64_t* slots = wave.slots[wave.round & 1];
-    slots[lane()] = value;
-    meet(wave, site);
-    return slots;
-  }
+  const uint64_t* share(uint64_t value, const Site& site);
 
-  uint64_t ballot(bool vote, const Site& site) {
-    Wave& wave = running_wave();
-    uint64_t* slots = wave.slots[wave.round & 1];
-    slots[lane()] = vote;
-    meet(wave, site);
-    uint64_t votes = 0;
-    for (unsigned i = 0; i < wave.members; ++i) votes |= slots[i] << i;
-    return votes;
-  }
+  uint64_t ballot(bool vote, const Site& site);
 
   // ---- clusters ----
   unsigned cluster_size() const { return launch_.cluster; }
   unsigned cluster_rank() const { return index_.x % launch_.cluster; }
-  void cluster_barrier(const Site& site) {
-    barrier(site);
-    if (running_->linear == 0 && launch_.cluster > 1) {
-      ++cluster_->arrived;
-      const unsigned all = launch_.cluster * ++cluster_barriers_;
-      while (cluster_->arrived < all) relax();
-    }
-    barrier(site);
-  }
+  void cluster_barrier(const Site& site);
   // An address in the shared memory of the cluster's blocks as a number. The upper bits are the block's rank + 1, or 0
   // for the own block. The lower 24 bits are the offset from the start of its dynamic memory, which is at kWindow.
   static constexpr uint32_t kWindow = 16;
-  uint32_t shared_address(const void* p) {
-    const auto* at = static_cast<const unsigned char*>(p);
-    if (at < dynamic_shared() || at > shared_.end()) fail("an address that is not in dynamic shared memory");
-    return uint32_t(at - dynamic_shared()) + kWindow;
-  }
-  unsigned char* at(uint32_t address, size_t bytes, size_t alignment) {
-    const uint32_t rank = address >> 24, place = (address & 0xffffff) - kWindow;
-    if (rank > launch_.cluster) fail("no such block in the cluster");
-    if (address % alignment) fail("misaligned address in shared memory");
-    Block* block = rank == 0 ? this : cluster_->blocks[rank - 1].load();
-    if (!block) fail("a block of the cluster that has not begun or has ended");
-    if (place > shared_.bytes() || bytes > shared_.bytes() - place) fail(fault_text(shared_.end()));
-    return block->dynamic_shared() + place;
-  }
+  uint32_t shared_address(const void* p);
+  unsigned char* at(uint32_t address, size_t bytes, size_t alignment);
   // The same place in the dynamic shared memory of block `rank` of the cluster.
-  unsigned char* in_cluster(const void* p, unsigned rank, size_t bytes) {
-    if (launch_.cluster == 1 && rank == 0) return at(shared_address(p), bytes, bytes);
-    return at(shared_address(p) | (rank + 1) << 24, bytes, bytes);
-  }
+  unsigned char* in_cluster(const void* p, unsigned rank, size_t bytes);
 
   // ---- asynchronous operations: they run as late as possible, when they are waited for ----
-  void begin(std::function<void()> work) {
-    if (running_->begun.empty()) running_->begun.emplace_back();
-    running_->begun.back().push_back(std::move(work));
-  }
+  void begin(std::function<void()> work);
   // Copies 16 bytes, or zeros if the source is null. Until it is waited for, the destination is undefined.
-  void copy_chunk(void* to, const void* from) {
-    memset(to, kPoison, 16);
-    begin([to, from] {
-      if (from) memcpy(to, from, 16);
-      else memset(to, 0, 16);
-    });
-  }
-  void complete_group() { running_->begun.emplace_back(); }
+  void copy_chunk(void* to, const void* from);
+  void complete_group();
   bool fenced() const { return running_->fenced; }
   void fence(bool now) { running_->fenced = now; }
-  void wait_but_for(size_t groups) {
-    for (auto& begun = running_->begun; begun.size() > groups + 1; begun.erase(begun.begin()))
-      for (const auto& work : begun.front()) work();
-  }
+  void wait_but_for(size_t groups);
 
   // Returns the result of make(), which the key and the type identify. The result is kept for other threads that need
   // it soon, and stays valid until the next call.
@@ -278,25 +179,11 @@ class Block {
 
   // One iteration of a loop that waits for another thread's store. It lets other fibers run and, now and then because
   // it takes longer, other OS threads.
-  void relax() {
-    if (launch_.failed) leave_for_home();
-    const bool is_long = ++turns_ % kTurnsAtOnce == 0;
-    if (is_long && launch_.expired()) fail("no end in sight: still waiting for others at the time limit");
-    if (is_long || ready_.empty()) std::this_thread::yield();
-    if (ready_.empty()) return;
-    ready_.push(running_);
-    run_next();
-  }
+  void relax();
 
-  std::string fault_text(const void* address) const {
-    if (!shared_.guards(address)) return "access out of bounds";
-    return "access beyond the " + std::to_string(launch_.shared_bytes) + " bytes of dynamic shared memory";
-  }
+  std::string fault_text(const void* address) const;
 
-  [[noreturn]] void fail(const std::string& why) {
-    launch_.fail(why + " (block " + text(index_) + ", thread " + text(running_->index) + ")");
-    leave_for_home();
-  }
+  [[noreturn]] void fail(const std::string& why);
 
  private:
   struct Made {
@@ -306,66 +193,13 @@ class Block {
 
   Wave& running_wave() { return waves_[running_->linear / kWave]; }
 
-  void meet(Rendezvous& r, const Site& site) {
-    if (r.returned) fail(site.text() + " after " + std::to_string(r.returned) + " of its threads returned");
-    if (r.arrived == 0) r.site = site;
-    if (!(r.site == site)) fail("divergence: " + site.text() + " while others wait in " + r.site.text());
-    if (++r.arrived == r.members) {
-      r.arrived = 0;
-      ++r.round;
-      ready_.take_all(r.waiting, &r != &block_);
-      return;
-    }
-    Fiber* me = running_;
-    me->waits_at = &r.site;
-    r.waiting.push(me, r.round % 2);
-    run_next();
-    me->waits_at = nullptr;
-  }
-
-  void run_next() {
-    if (ready_.empty()) fail("deadlock: " + waiting_text());
-    Fiber* from = running_;
-    running_ = ready_.pop();
-    from->context.switch_to(running_->context);
-  }
-
-  void thread_main() {
-    launch_.body(launch_.argument);
-    for (Rendezvous* r : {static_cast<Rendezvous*>(&running_wave()), &block_}) {
-      ++r->returned;
-      if (r->arrived) fail("a thread returned while others wait in " + r->site.text());
-    }
-    if (--live_ == 0) {
-      for (unsigned i = 0; i < launch_.threads(); ++i)
-        if (fibers_[i].in_team != fibers_[i / kTeam * kTeam].in_team) fail("warps of a warpgroup did not act as one");
-      leave_for_home();
-    }
-    run_next();
-  }
-
-  // Nothing unwinds the remaining fibers: device code owns no resources.
-  [[noreturn]] void leave_for_home() {
-    running_->context.switch_to(home_);
-    __builtin_unreachable();
-  }
-
-  std::string waiting_text() const {
-    std::map<std::string, unsigned> counts;
-    for (unsigned i = 0; i < launch_.threads(); ++i)
-      if (fibers_[i].waits_at) ++counts[fibers_[i].waits_at->text()];
-    std::string text;
-    for (const auto& [site, count] : counts)
-      text += (text.empty() ? "" : ", ") + std::to_string(count) + " threads wait in " + site;
-    return text;
-  }
-
-  // Every thread_local of this module is a __shared__ array, except `current`.
-  void poison_shared_memory() {
-    if (statics_.begin) memset(statics_.begin, kPoison, statics_.bytes);
-    memset(dynamic_shared(), kPoison, shared_.bytes());
-    current = this;
-  }
+  void meet(Rendezvous& r, const Site& site);
+  [[noreturn]] void fail_to_read(unsigned lane, const Site& site);
+  void run_next();
+  void thread_main();
+  [[noreturn]] void leave_for_home();
+  std::string waiting_text() const;
+  void poison_shared_memory();
 
   Launch& launch_;
   dim3 index_;

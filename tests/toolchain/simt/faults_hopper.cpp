@@ -3,6 +3,7 @@
 #include <hip/hip_runtime.h>
 
 #include <cstdio>
+#include <thread>
 
 #include "platform/clusters.h"
 #include "platform/tma.h"

@@ -40,25 +40,11 @@ struct LastError {
   hipError_t code = hipSuccess;
   std::string text;
 };
-inline LastError last_error;
-
-inline hipError_t finish(hipError_t code, const std::string& text) {
-  if (code != hipSuccess) last_error = {code, text};
-  return code;
-}
+extern LastError last_error;
+hipError_t finish(hipError_t code, const std::string& text);
 
 // The stricter limit of CUDA and HIP.
-inline hipError_t check(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster) {
-  const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z, threads = uint64_t(block.x) * block.y * block.z;
-  const std::string shape = "grid " + text(grid) + ", block " + text(block);
-  if (!blocks || !threads || threads > kMaxThreads || grid.y > 65535 || grid.z > 65535 ||
-      uint64_t(grid.x) * block.x > UINT32_MAX || grid.x % cluster || cluster > kMaxCluster)
-    return finish(hipErrorInvalidConfiguration, "invalid configuration: " + shape);
-  if (shared_bytes > size_t(kMaxSharedBytes))
-    return finish(hipErrorInvalidValue, std::to_string(shared_bytes) + " bytes of shared memory, at most " +
-                                            std::to_string(kMaxSharedBytes) + " exist");
-  return hipSuccess;
-}
+hipError_t check(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster);
 
 template <class F>
 [[nodiscard]] hipError_t launch(dim3 grid, dim3 block, size_t shared_bytes, const F& function, unsigned cluster = 1) {

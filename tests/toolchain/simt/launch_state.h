@@ -2,7 +2,6 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <ctime>
 #include <memory>
 #include <mutex>
@@ -17,14 +16,13 @@ namespace simt {
 
 constexpr unsigned kMaxThreads = 1024, kMaxCluster = 16;
 
-inline std::string text(const dim3& d) {
-  return std::to_string(d.x) + "," + std::to_string(d.y) + "," + std::to_string(d.z);
-}
+std::string text(const dim3& d);
 
-inline unsigned setting(const char* variable, unsigned otherwise) {
-  const char* value = getenv(variable);
-  return value ? unsigned(atoi(value)) : otherwise;
-}
+// The number that an environment variable holds.
+unsigned setting(const char* variable, unsigned otherwise);
+
+// Lets another OS thread run.
+void yield();
 
 class Block;
 
@@ -52,17 +50,10 @@ struct Launch {
 
   // Whether the calling OS thread, which does nothing else, has run for too long. The time in which other processes ran
   // does not count: on a busy machine, that time may be longer than the limit.
-  bool expired() const {
-    timespec used;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
-    return used.tv_sec >= seconds_at_most;
-  }
+  bool expired() const;
 
   // The first failure is the cause of the others.
-  void fail(const std::string& why) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (!failed.exchange(true)) error = why;
-  }
+  void fail(const std::string& why);
 };
 
 }  // namespace simt

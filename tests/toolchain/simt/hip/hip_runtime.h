@@ -154,7 +154,7 @@ inline void __threadfence_block() { __threadfence(); }
 inline void __builtin_amdgcn_fence(int, const char*) { __threadfence(); }
 inline void __builtin_amdgcn_s_sleep(int) {
   simt::current->relax();
-  std::this_thread::yield();
+  simt::yield();
 }
 
 // ---- instructions --------------------------------------------------------------------------------------------------
