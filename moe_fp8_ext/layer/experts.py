@@ -302,12 +302,11 @@ def _of_call(op: str, name: str, linear: ExpertLinear, backward: bool) -> Expert
     A quantized weight whose gradient goes to main_grad needs one whenever there is a backward.
     """
     is_trained = linear.quantized is not None and linear.main_grad is not None
-    if is_trained and torch.is_grad_enabled() and not backward:
-        why = f"because main_grad belongs to a quantized {name}, which autograd does not see"
-        fail(op, f"x or another input must require a gradient, {why}, got none that does")
-    if linear.delayed is not None and not backward:
-        why = f"because autograd does not see a delayed {name} and would run no backward"
-        fail(op, f"x or another input must require a gradient, {why}, got none that does")
+    if not backward and (linear.delayed is not None or (is_trained and torch.is_grad_enabled())):
+        why = f"main_grad belongs to a quantized {name}, which autograd does not see"
+        if linear.delayed is not None:
+            why = f"autograd does not see a delayed {name} and would run no backward"
+        fail(op, f"x or another input must require a gradient, because {why}, got none that does")
     needs_weight = backward if is_trained else linear.needs_weight
     transposed = linear.quantized is None and lies_transposed(linear.weight)
     return linear._replace(weight=None, bias=None, needs_weight=needs_weight, transposed=transposed)

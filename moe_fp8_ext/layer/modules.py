@@ -172,6 +172,9 @@ class Experts(nn.Module):
         A seed gives the same parameters on any number of ranks. B of an adapter becomes zero. Weights that `freeze_`
         has quantized stay.
         """
+        first = 0  # the number of this rank's first expert, unless parameters are DTensors, which know it themselves
+        if self.ep is not None and self.ep.mesh is None:
+            first = self.ep.ranks.rank * self.ep.ranks.num_local_experts
         for name in (self.up, "down_proj"):
             weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
             bound, drawn = weight.shape[2] ** -0.5, [t for t in (weight, bias) if isinstance(t, Tensor)]
@@ -179,12 +182,7 @@ class Experts(nn.Module):
                 drawn.append(getattr(self, f"{name}_lora_A"))
                 nn.init.zeros_(getattr(self, f"{name}_lora_B"))
             for parameter in drawn:
-                draw_in_turn(parameter, self._first(), self.num_experts, partial(nn.init.uniform_, a=-bound, b=bound))
-
-    def _first(self) -> int:
-        """Returns the number of this rank's first expert. It is 0 for DTensors, which know their offset themselves."""
-        plain = self.ep is not None and self.ep.mesh is None
-        return self.ep.ranks.rank * self.ep.ranks.num_local_experts if plain else 0
+                draw_in_turn(parameter, first, self.num_experts, partial(nn.init.uniform_, a=-bound, b=bound))
 
     def extra_repr(self) -> str:
         hidden, intermediate = self.down_proj.shape[1:]
@@ -192,11 +190,7 @@ class Experts(nn.Module):
         return f"num_experts={sizes}, recipe={self.options['recipe'].name!r}, activation={self.options['activation']!r}"
 
     def forward(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_scores: Tensor,
-        shared_experts: Callable[[Tensor], Tensor] | None = None,
+        self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, shared_experts: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """x [T, D], topk_ids and topk_scores [T, top_k] -> [T, D]. shared_experts: as in `ExpertParallel.experts`."""
         call = x, topk_ids, topk_scores
@@ -361,10 +355,8 @@ class MoE(nn.Module):
     def _with_fused(self, routing: Routing, mask: Tensor | None) -> Routing:
         """Appends the slots of fused shared experts, which padding tokens do not use."""
         (tokens, _), first = routing.topk_ids.shape, self.experts.num_experts - self.num_fused_shared
-        ids = torch.arange(
-            first, self.experts.num_experts, device=routing.topk_ids.device, dtype=routing.topk_ids.dtype
-        )
-        ids = ids.expand(tokens, -1)
+        how = dict(device=routing.topk_ids.device, dtype=routing.topk_ids.dtype)
+        ids = torch.arange(first, self.experts.num_experts, **how).expand(tokens, -1)
         if mask is not None:
             ids = ids.masked_fill(~mask[:, None], -1)
         scores = routing.topk_scores.new_ones(tokens, self.num_fused_shared)

@@ -89,13 +89,6 @@ class Inputs(NamedTuple):
     A_down: Tensor | None = None
     B_down: Tensor | None = None
 
-    def dtypes(self) -> list[torch.dtype | None]:
-        return [None if t is None else t.dtype for t in self]
-
-    def cast_to(self, dtypes: Sequence[torch.dtype | None]) -> Inputs:
-        pairs = zip(self, dtypes, strict=True)
-        return Inputs(*[t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in pairs])
-
 
 class SavedLayer(NamedTuple):
     """The tensors of the parameters that backward reads."""
@@ -165,7 +158,7 @@ class LayerFunction(torch.autograd.Function):
         ctx.save_for_backward(*layer, *source_tensors, *chain.from_iterable(kept))
         ctx.call = call.static()
         ctx.source, ctx.num_of_source = source.static(), len(source_tensors)
-        ctx.dtypes, ctx.failed = inputs.dtypes(), None
+        ctx.dtypes, ctx.failed = [None if t is None else t.dtype for t in inputs], None
         return cast(out, inputs.x.dtype)
 
     @staticmethod
@@ -222,7 +215,8 @@ def _gradients(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> Inputs
         if ctx.watch is not None:
             ctx.watch.sent = dout
         grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
-    return grads.cast_to(ctx.dtypes)
+    pairs = zip(grads, ctx.dtypes, strict=True)
+    return Inputs(*[t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in pairs])
 
 
 def _forward(

@@ -45,11 +45,6 @@ class ChoiceOptions(NamedTuple):
     group_score: str
     given_ids: Tensor | None
 
-    @property
-    def scores(self) -> tuple[str, bool, float]:
-        """The options that turn logits into scores."""
-        return self.scoring, self.normalize, self.scaling_factor
-
 
 class _Choice(torch.autograd.Function):
     """Chooses experts by logits = x @ weight^T, in float32, under torch.autocast too.
@@ -81,8 +76,9 @@ class _Choice(torch.autograd.Function):
         if grad_scores is not None:
             num_experts = weight.shape[0] if options.normalize else None
             count = 2 if grad is None and takes_parts(x, weight, *needs) else 1
+            how = options.scoring, options.normalize, options.scaling_factor, count
             grad_scores = unit_stride(grad_scores)
-            through_scores = choose_experts_backward(grad_scores, logits, topk_ids, num_experts, *options.scores, count)
+            through_scores = choose_experts_backward(grad_scores, logits, topk_ids, num_experts, *how)
             grad = through_scores if grad is None else grad + through_scores
         if grad is not None:
             with without_autocast(x):

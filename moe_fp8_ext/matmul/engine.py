@@ -73,9 +73,6 @@ class Wanted(NamedTuple):
     db: bool = False
 
 
-_ALL_OPERANDS = Wanted(rows=True, tokens=True, a=True, dh=False)
-
-
 class Gradients(NamedTuple):
     rows: Operand  # dh along rows
     tokens: Operand  # dh along tokens
@@ -240,10 +237,10 @@ class Fp8Engine(Bf16Engine):
         how = self.recipe.align, dtype, rounding, amax
         if rows and tokens and amax == "batch":
             return _both(*_quantize_both(row_major(x.values), format, *by_index, *how))
-        if rows:
-            along_rows = x
         if rows and x.scale is None:
             along_rows = Operand(*_quantize_rows(row_major(x.values), format, None, None, None, dtype, rounding))
+        elif rows:
+            along_rows = x
         if tokens:
             values = row_major(self.values(x, groups.of_tokens))
             along_tokens = Operand(*_quantize_tokens(values, format, *by_index, *how))
@@ -308,7 +305,7 @@ class Fp8Engine(Bf16Engine):
     def gradients(self, da: Tensor, activated: Activated, groups: Groups, wanted: Wanted) -> Gradients:
         if wanted.rows and not wanted.tokens:
             return self._gradients_along_rows(da, activated, groups, wanted)
-        if wanted._replace(db=False) != _ALL_OPERANDS:
+        if wanted != Wanted(rows=True, tokens=True, a=True, dh=False, db=wanted.db):
             return super().gradients(da, activated, groups, wanted)
         h, scores, activation, interleaved = activated
         format, dtype, rounding = self.rule(gradient=False)

@@ -131,7 +131,10 @@ def grouped_mm(
     if main_grad is not None:
         check_main_grad(_OP, "main_grad", main_grad, "B_t", w[0].q.mT if B_t is None else B_t, transposed=True)
         main_grad = main_grad.mT
-    a_dtype, b_dtype = _dtypes(A, B_t)
+    # Products are in the dtype of torch.autocast if it is on, else in the dtype of the tensors.
+    plain = B_t if A is None else A
+    dtype = None if plain is None else autocast_dtype(plain)
+    a_dtype, b_dtype = (None if x is None else dtype or x.dtype for x in (A, B_t))
     if bias is not None:
         _fail(f"bias must be None, because products add none, got {type(bias).__name__}; `experts` adds biases")
     result = a_dtype or b_dtype or torch.bfloat16
@@ -150,7 +153,8 @@ def grouped_mm(
         (experts, k, n), rows = B_t.shape, (A if indices is None else indices).shape[0]
         recipe = recipe.for_grouped_mm(rows, k, n, experts)
     _check_gradients(a, w, recipe, needs)
-    if what := _in_bf16(recipe, needs):
+    if recipe.format is None or (recipe.wgrad_high_precision and needs.B_t):
+        what = 'recipe "bf16"' if recipe.format is None else "wgrad_high_precision"
         e, limit = offs.shape[0], max_experts(offs)
         require(e <= limit, f"{_OP}: offs must have at most {limit} entries with {what}, got {e}")
     if recipe.format is None and indices is not None:
@@ -342,17 +346,3 @@ def _check_gradients(a: Given, w: Given, recipe: Recipe, needs: Needs) -> None:
             _fail("A must be the pair of quantize_both where B_t needs a gradient, got a Quantized along rows")
     if needs.A and w[0] is not None and w[1] is None and not FORMATS[w[0].format].has_square_blocks:
         _fail(f"B_t must be the pair of quantize_weight where A needs a gradient, got its first alone; {ONE_DIRECTION}")
-
-
-def _in_bf16(recipe: Recipe, needs: Needs) -> str | None:
-    """Which part of a call has a product in bfloat16, if any has."""
-    if recipe.format is None:
-        return 'recipe "bf16"'
-    return "wgrad_high_precision" if recipe.wgrad_high_precision and needs.B_t else None
-
-
-def _dtypes(A: Tensor | None, B_t: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Returns the dtypes in which A and B_t are multiplied: torch.autocast's if it is on, else their own."""
-    x = B_t if A is None else A
-    dtype = None if x is None else autocast_dtype(x)
-    return tuple(None if x is None else dtype or x.dtype for x in (A, B_t))

@@ -10,9 +10,8 @@ from moe_fp8_ext.ops.checks import (
     check_amax,
     check_format,
     check_groups,
-    check_indices,
-    check_indices_with_top_k,
     check_one_of,
+    check_optional_indices,
     check_scale,
     check_shape,
     dtype_name,
@@ -349,13 +348,9 @@ def _(op, x, bias, offs):
 
 @fake(_sum_groups)
 def _(op, x, offs, scores, indices, top_k):
-    check_indices_with_top_k(op, indices, top_k)
-    rows = x.shape[0]
-    if indices is not None:
-        check_indices(op, rows, top_k)
-        rows = rows * top_k if scores is not None else rows
+    check_optional_indices(op, x.shape[0], indices, top_k)
     if scores is not None:
-        check_shape(op, "scores", scores, (rows,))
+        check_shape(op, "scores", scores, (x.shape[0] if top_k is None else x.shape[0] * top_k,))
     return x.new_empty((offs.shape[0], x.shape[1]), dtype=torch.float32)
 
 

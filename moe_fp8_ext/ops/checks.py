@@ -319,10 +319,12 @@ def check_groups(op: str, e: int, arg: str, rows: int, format: Format, align: in
     return align
 
 
-def check_indices_with_top_k(op: str, indices: Tensor | None, top_k: int | None) -> None:
-    """Checks that both are given or neither."""
+def check_optional_indices(op: str, rows: int, indices: Tensor | None, top_k: int | None) -> None:
+    """Checks that indices and top_k are both given, and how many there are, or neither."""
     require(indices is None or top_k is not None, f"{op}: top_k must be given with indices, got None")
     require(top_k is None or indices is not None, f"{op}: indices must be given with top_k, got None")
+    if top_k is not None:
+        check_indices(op, rows, top_k)
 
 
 def check_indices(op: str, rows: int, top_k: int) -> None:

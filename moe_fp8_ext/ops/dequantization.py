@@ -67,6 +67,7 @@ def _(op, q, scale, format, along, offs, out_dtype):
     takes_any_dims = not along_tokens and format.order == "row_major"
     if not takes_any_dims:
         check_dims(op, "q", q, 2, 2 if along_tokens else 3)
+        check_size(op, "q", q.shape[-2], "rows")
     require(not along_tokens or offs is not None, f"{op}: offs must be given along tokens, got None")
     out_dtype = out_dtype or torch.bfloat16
     require(out_dtype in INPUT_DTYPES, f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
@@ -75,7 +76,5 @@ def _(op, q, scale, format, along, offs, out_dtype):
         e = offs.shape[0]
         if format.block and (along_tokens or (format.order == "blocked" and q.dim() == 2)):
             check_padded(op, "q", q.shape[1 if along_tokens else 0], e, along_tokens)
-    if not takes_any_dims:
-        check_size(op, "q", q.shape[-2], "rows")
     check_scale_of_operand(op, q, scale, format, along_tokens, e)
     return torch.empty(q.shape, dtype=out_dtype, device=q.device)

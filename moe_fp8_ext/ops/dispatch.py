@@ -20,16 +20,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_fp8_ext import _torch
-from moe_fp8_ext._torch import OpOverload, name_of, schema_of
+from moe_fp8_ext._torch import OpOverload, any_requires_grad, in_forward_ad, in_functorch, keysets, name_of, schema_of
 from moe_fp8_ext.ops.checks import check_tensors, fail, is_int, takes_integers
 
 _LIBRARY = torch.library.Library("moe_fp8", "IMPL")
 _Below = _torch.below_autograd
-_keysets = _torch.keysets
 _is_compiling = torch.compiler.is_compiling
-_any_requires_grad = _torch.any_requires_grad
-_in_functorch = _torch.in_functorch
-_in_forward_ad = _torch.in_forward_ad
 _NOTHING = nullcontext()
 _differentiated: set[OpOverload] = set()  # ops whose derivative, or the error in its place, is registered
 # How errors name the kinds of a schema.
@@ -66,7 +62,7 @@ def below_autograd() -> AbstractContextManager:
 
 def is_transformed() -> bool:
     """Whether a derivative of forward mode or of torch.func may be needed."""
-    return _in_forward_ad() or _in_functorch()
+    return in_forward_ad() or in_functorch()
 
 
 def needs_gradient(x: object) -> bool:
@@ -85,7 +81,7 @@ def refuse_derivatives_of(op: str, arg: str, *tensors: Tensor) -> None:
 
 def refuse_tangents_of(op: str, text: str, *tensors: Tensor) -> None:
     """Raises if one of the tensors, which autograd does not see, has a tangent of forward-mode AD."""
-    if _is_compiling() or not _in_forward_ad():
+    if _is_compiling() or not in_forward_ad():
         return
     for x in tensors:
         if forward_ad.unpack_dual(x).tangent is not None:
@@ -145,14 +141,14 @@ def refuse_derivatives(op: OpOverload) -> None:
     _differentiated.add(op)
 
     def kernel(keyset, *args, **kwargs):
-        if _in_forward_ad():
+        if in_forward_ad():
             _refuse_tangents(op, args, kwargs)
-        if torch.is_grad_enabled() and _any_requires_grad(*args, **kwargs):
+        if torch.is_grad_enabled() and any_requires_grad(*args, **kwargs):
             _refuse_gradients(op, args, kwargs)
         with _Below():
-            return op.redispatch(keyset & _keysets.after_autograd, *args, **kwargs)
+            return op.redispatch(keyset & keysets.after_autograd, *args, **kwargs)
 
-    if _keysets:
+    if keysets:
         _LIBRARY.impl(name_of(op), kernel, "Autograd", with_keyset=True)
     elif not schema_of(op).is_mutable:  # torch registers no gradient of others, nor an error in its place
         torch.library.register_autograd(schema_of(op).name, _no_gradient, setup_context=_refusal_of(op))
@@ -178,9 +174,9 @@ def count_writes(op: OpOverload) -> None:
     def kernel(keyset, written, *args):
         if written is not None:  # the op itself raises for None
             torch.autograd.graph.increment_version(written)
-        return op.redispatch(keyset & _keysets.after_writes, written, *args)
+        return op.redispatch(keyset & keysets.after_writes, written, *args)
 
-    if _keysets:
+    if keysets:
         _LIBRARY.impl(name_of(op), kernel, "ADInplaceOrView", with_keyset=True)
 
 
@@ -196,7 +192,7 @@ def register_gradient(op: OpOverload, save: Callable, backward: Callable, *, wit
 
     def redispatch(keyset, *args):
         with _Below():
-            return op.redispatch(keyset & _keysets.after_autograd, *args)
+            return op.redispatch(keyset & keysets.after_autograd, *args)
 
     def forward(ctx, keyset, *args):
         output = redispatch(keyset, *args)
@@ -221,9 +217,9 @@ def register_gradient(op: OpOverload, save: Callable, backward: Callable, *, wit
     function = type(f"{name_of(op)}_gradient", (torch.autograd.Function,), methods)
 
     def kernel(keyset, *args):
-        if _in_forward_ad():
+        if in_forward_ad():
             _refuse_tangents(op, args, {})
-        is_recorded = torch.is_grad_enabled() and _any_requires_grad(*args)
+        is_recorded = torch.is_grad_enabled() and any_requires_grad(*args)
         if is_recorded and without:
             _refuse_gradients(op, args, {}, without)
         return (function.apply if is_recorded else redispatch)(keyset, *args)
@@ -234,7 +230,7 @@ def register_gradient(op: OpOverload, save: Callable, backward: Callable, *, wit
         save(ctx, inputs, output)
 
     _differentiated.add(op)
-    if _keysets:
+    if keysets:
         _LIBRARY.impl(name_of(op), kernel, "Autograd", with_keyset=True)
     else:
         torch.library.register_autograd(
@@ -327,7 +323,7 @@ def bind(wrapper: Callable, op: OpOverload) -> None:
             if args[i].__class__ not in usual_classes and not is_valid(args[i]):
                 _refuse_kind(op, arguments[i], args[i])
         try:
-            if (_any_requires_grad(*args[:num_candidates]) and torch.is_grad_enabled()) or is_transformed():
+            if (any_requires_grad(*args[:num_candidates]) and torch.is_grad_enabled()) or is_transformed():
                 return run(*args)
             with _Below():
                 return run(*args)

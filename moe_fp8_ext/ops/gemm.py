@@ -6,8 +6,7 @@ from torch import Tensor
 from moe_fp8_ext.ops.checks import (
     check_dim,
     check_format,
-    check_indices,
-    check_indices_with_top_k,
+    check_optional_indices,
     check_padded,
     check_scale,
     check_scale_of_tokens,
@@ -154,11 +153,10 @@ def _checked_shape(
     """Checks the operands of either op; returns the shape of the product."""
     format = check_format(op, format, rounding)
     (m, k), n, grouped_rows = a.shape, b.shape[-1], b.dim() == 3
-    check_indices_with_top_k(op, indices, top_k)
+    check_optional_indices(op, m, indices, top_k)
     arg = "a"
     if indices is not None:
         require(grouped_rows, f"{op}: indices must be None with b of 2 dimensions, got a tensor")
-        check_indices(op, m, top_k)
         arg, m = "indices", indices.shape[0]
     text = f"{op}: b must have size {k} in dimension {b.dim() - 2} (the last of a), got {b.shape[-2]}"
     require(b.shape[-2] == k, text)

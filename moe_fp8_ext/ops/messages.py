@@ -3,13 +3,7 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.ops.checks import (
-    check_count,
-    check_dim,
-    check_format,
-    check_indices,
-    fp8_dtype,
-)
+from moe_fp8_ext.ops.checks import check_count, check_dim, check_format, check_indices, fp8_dtype
 from moe_fp8_ext.ops.dispatch import fake
 from moe_fp8_ext.quantization.format import COLUMN_ALIGN, ROW_ALIGN, round_up
 
@@ -99,25 +93,23 @@ def quantize_and_pack(
     return _quantize_and_pack(x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype, rounding)
 
 
-def _width(op: str, x: Tensor, **columns: Tensor | None) -> int:
-    """Checks the columns beside x; returns the bytes that they add to a row."""
-    width = 0
+def _rows(op: str, x: Tensor, indices: Tensor, num_experts: int, width: int, **columns: Tensor | None) -> Tensor:
+    """Checks the columns beside x, and makes messages without values. width: the bytes of the other columns."""
     for name, t in columns.items():
         if t is None:
             continue
         check_dim(op, name, t, 0, x.shape[0])
         size = torch.int32.itemsize if name == "topk_ids" else t.dtype.itemsize
         width += round_up((t.shape[1] if t.dim() == 2 else 1) * size, COLUMN_ALIGN)
-    return width
+    check_count(op, "num_experts", num_experts)
+    return x.new_empty((indices.shape[0], round_up(width, ROW_ALIGN)), dtype=torch.uint8)
 
 
 @fake(_pack_tokens)
 def _(op, x, topk_ids, topk_scores, scale, indices, top_k, num_experts):
-    width = round_up(x.shape[1] * x.dtype.itemsize, COLUMN_ALIGN)
-    width += _width(op, x, scale=scale, topk_ids=topk_ids, topk_scores=topk_scores)
-    check_count(op, "num_experts", num_experts)
     check_indices(op, x.shape[0], top_k)
-    return x.new_empty((indices.shape[0], round_up(width, ROW_ALIGN)), dtype=torch.uint8)
+    width = round_up(x.shape[1] * x.dtype.itemsize, COLUMN_ALIGN)
+    return _rows(op, x, indices, num_experts, width, scale=scale, topk_ids=topk_ids, topk_scores=topk_scores)
 
 
 @fake(_quantize_and_pack)
@@ -128,6 +120,4 @@ def _(op, x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype
     fp8_dtype(op, dtype, x)
     width = round_up(x.shape[1], COLUMN_ALIGN)
     width += round_up(format.blocks(x.shape[1]) * format.scale_dtype.itemsize, COLUMN_ALIGN)
-    width += _width(op, x, topk_ids=topk_ids, topk_scores=topk_scores)
-    check_count(op, "num_experts", num_experts)
-    return x.new_empty((indices.shape[0], round_up(width, ROW_ALIGN)), dtype=torch.uint8)
+    return _rows(op, x, indices, num_experts, width, topk_ids=topk_ids, topk_scores=topk_scores)

@@ -10,9 +10,8 @@ from moe_fp8_ext.ops.checks import (
     check_dims,
     check_format,
     check_groups,
-    check_indices,
-    check_indices_with_top_k,
     check_one_of,
+    check_optional_indices,
     check_size,
     fp8_dtype,
 )
@@ -213,14 +212,11 @@ def quantize_weight(
 def _outputs(along_rows, along_tokens, op, x, format, offs, indices, top_k, dtype, rounding, align=None, amax="group"):
     format = check_format(op, format, rounding)
     check_amax(op, format, amax)
-    check_indices_with_top_k(op, indices, top_k)
-    arg, shape = "x", tuple(x.shape)
     if format.block or along_tokens or indices is not None:
         check_dims(op, "x", x, 2, 2)
         check_size(op, "x", x.shape[0], "rows")
-        if indices is not None:
-            check_indices(op, x.shape[0], top_k)
-            arg, shape = "indices", (indices.shape[0], x.shape[1])
+    check_optional_indices(op, x.shape[0], indices, top_k)
+    arg, shape = ("x", tuple(x.shape)) if indices is None else ("indices", (indices.shape[0], x.shape[1]))
     e, rows = None, shape[0]
     if along_tokens or offs is not None:
         e = offs.shape[0]
