@@ -141,14 +141,10 @@ def keysets() -> Keysets:
     return keysets
 
 
-def _any_requires_grad_by_loop(*args: object, **kwargs: object) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
-
-
 @_choose(
     "torch._C._any_requires_grad",
     "whether an argument requires a gradient",
-    _any_requires_grad_by_loop,
+    lambda *args, **kwargs: any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())),
     "a loop over the arguments",
 )
 def any_requires_grad() -> Callable[..., bool]:

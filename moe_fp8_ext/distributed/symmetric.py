@@ -39,16 +39,16 @@ class SymmetricRows:
             received rows [N, ...], sorted by expert and rank; and places [2, num_experts] int64, the counts and first
             rows for each expert of this rank and each rank. Contents of other rows are undefined.
         """
-        of_tokens, of_experts, sent, places, _ = self._turn(rows)
-        of_tokens[: rows.shape[0]].copy_(rows)
-        self.memory.dispatch(of_tokens, of_experts, sent.copy_(counts), places, self.group.group_name)
-        return of_experts.clone(), places.clone()
+        token_rows, expert_rows, sent, places, _ = self._turn(rows)
+        token_rows[: rows.shape[0]].copy_(rows)
+        self.memory.dispatch(token_rows, expert_rows, sent.copy_(counts), places, self.group.group_name)
+        return expert_rows.clone(), places.clone()
 
     def to_tokens(self, rows: Tensor, places: Tensor) -> Tensor:
         """Sends rows [N, ...] back to their ranks. Returns this rank's rows in the order of the first sending."""
-        of_tokens, of_experts, _, received, back = self._turn(rows)
-        self.memory.combine(of_experts.copy_(rows), of_tokens, received.copy_(places), back, self.group.group_name)
-        return of_tokens.clone()
+        token_rows, expert_rows, _, received, back = self._turn(rows)
+        self.memory.combine(expert_rows.copy_(rows), token_rows, received.copy_(places), back, self.group.group_name)
+        return token_rows.clone()
 
     def experts_of(self, places: Tensor, rows: int) -> Tensor:
         """Returns the expert of each received row, [rows] int32; -1 for rows between or behind the rows of experts."""
@@ -67,9 +67,9 @@ class SymmetricRows:
         key = rows.dtype, rows.shape[1]
         if key not in self._sets:
             room = self.ranks * self.slots + self.num_experts // self.ranks  # an expert without rows may take one
-            of_rows = [((count, rows.shape[1]), rows.dtype) for count in (self.slots, room)]
-            of_counts = [(size, torch.int64) for size in ((self.num_experts,), *[(2, self.num_experts)] * 2)]
-            kinds = [*of_rows, *of_counts] * 2
+            row_kinds = [((count, rows.shape[1]), rows.dtype) for count in (self.slots, room)]
+            count_kinds = [(size, torch.int64) for size in ((self.num_experts,), *[(2, self.num_experts)] * 2)]
+            kinds = [*row_kinds, *count_kinds] * 2
             with torch.inference_mode(False):  # calls outside of inference mode write to this memory too
                 made = [self.memory.make(size, dtype, self.device, self.group) for size, dtype in kinds]
             self._sets[key] = [made[:5], made[5:]]

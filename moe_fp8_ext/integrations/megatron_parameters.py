@@ -135,16 +135,16 @@ class GroupedLinear(nn.Module):
         require(flattened_range is None, f"{key} must be whole to be split into experts, got a flattened range")
         rank, size = place
         shards = []
-        for expert, of_expert in zip(self._global_experts(), values, strict=True):
-            of_key, offsets = keys.of_expert(key, expert, self._total)
-            axis = len(offsets) + (self.axis if of_expert.dim() == 2 else 0)
-            for part, piece in enumerate(of_expert.chunk(self.parts)):
+        for expert, tensor in zip(self._global_experts(), values, strict=True):
+            expert_key, offsets = keys.of_expert(key, expert, self._total)
+            axis = len(offsets) + (self.axis if tensor.dim() == 2 else 0)
+            for part, piece in enumerate(tensor.chunk(self.parts)):
                 if keys.single and self.parts == 2:
-                    at, of_part = (axis, rank, size), f"{of_key}_{'wv'[part]}"
+                    at, part_key = (axis, rank, size), f"{expert_key}_{'wv'[part]}"
                 else:
-                    at, of_part = (axis, part * size + rank, self.parts * size), of_key
+                    at, part_key = (axis, part * size + rank, self.parts * size), expert_key
                 options = dict(replica_id=replica_id, prepend_axis_num=len(offsets))
-                shards.append(ShardedTensor.from_rank_offsets(of_part, piece, *offsets, at, **options))
+                shards.append(ShardedTensor.from_rank_offsets(part_key, piece, *offsets, at, **options))
         return shards
 
     @torch.no_grad()
@@ -155,8 +155,8 @@ class GroupedLinear(nn.Module):
 
 def _split_experts(of: GroupedLinear, state_dict: dict, prefix: str, *_: object) -> None:
     for name, _ in of.named_parameters():
-        for i, of_expert in enumerate(state_dict.pop(prefix + name)):
-            state_dict[f"{prefix}{name}{i}"] = of_expert
+        for i, tensor in enumerate(state_dict.pop(prefix + name)):
+            state_dict[f"{prefix}{name}{i}"] = tensor
 
 
 def _stack_experts(of: GroupedLinear, state_dict: dict, prefix: str, *_: object) -> None:

@@ -95,8 +95,8 @@ class Adapter(NamedTuple):
 
         The scaling is in the factor that narrows: A, and B in backward.
         """
-        of_A, of_B = (1.0, self.scaling) if backward else (self.scaling, 1.0)
-        return self._replace(A=Factor(A, of_A), B=Factor(B.mT, of_B))
+        scaling_A, scaling_B = (1.0, self.scaling) if backward else (self.scaling, 1.0)
+        return self._replace(A=Factor(A, scaling_A), B=Factor(B.mT, scaling_B))
 
     def static(self) -> Adapter:
         """Returns the adapter without the tensors that autograd saves, for backward."""
@@ -115,51 +115,38 @@ class Adapter(NamedTuple):
         a, mask = self._dropped(a)
         return Adapted(Rows(a, slots).narrow(self.A), mask)
 
-    def down(self, out: Tensor, of: Adapted, slots: Slots, scores: Tensor | None) -> Tensor:
+    def down(self, out: Tensor, adapted: Adapted, slots: Slots, scores: Tensor | None) -> Tensor:
         """Returns out [T, N] plus the adapter's part."""
-        return add_to_tokens(out, of.u, self.B, slots, scores)
+        return add_to_tokens(out, adapted.u, self.B, slots, scores)
 
-    def kept(self, of: Adapted) -> Adapted:
+    def kept(self, adapted: Adapted) -> Adapted:
         """Returns what backward reads."""
-        return of if self.needs_B else Adapted(None, of.mask)
+        return adapted if self.needs_B else Adapted(None, adapted.mask)
 
     # ---- backward ----
 
-    def down_gradients(
-        self, dout: Tokens, of: Adapted, scores: Tensor | None, needs_da: bool
+    def gradients(
+        self, dy: Rows, adapted: Adapted, needs_input: bool, scores: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradient v [P, R] of scaling * A a without scores, and the gradient of B."""
+        """Returns the gradient v [P, R] of scaling * A x without scores, and the gradient of B."""
         v = dB = None
-        if needs_da or self.needs_A:
-            v = dout.narrow(self.B)
+        if needs_input or self.needs_A:
+            v = dy.narrow(self.B)
         if self.needs_B:
-            dB = self._without_padding(dout.outer(of.u, self.B, scores)).mT
+            dB = self._without_padding(dy.outer(adapted.u, self.B, scores)).mT
         return v, dB
 
-    def add_to_da(self, da: Tensor, v: Tensor, of: Adapted, slots: Slots) -> Tensor:
-        return add_to_rows(da, v, self.A, slots, of.mask, self.dropout)
+    def gradient_of_A(self, kind: type[Rows], x: Tensor, v: Tensor, adapted: Adapted, slots: Slots) -> Tensor:
+        """x: the `Tokens` of the up projection, or the `Rows` of the down projection, multiplied by scores."""
+        x = x if adapted.mask is None else kept(x, adapted.mask, self.dropout)
+        return self._without_padding(kind(x, slots).outer(v, self.A))
 
-    def down_dA(self, v: Tensor, a: Tensor, of: Adapted, slots: Slots) -> Tensor:
-        """a [P, K] has been multiplied by scores."""
-        return self._without_padding(Rows(self._dropped_again(a, of), slots).outer(v, self.A))
+    def add_to_da(self, da: Tensor, v: Tensor, adapted: Adapted, slots: Slots) -> Tensor:
+        return add_to_rows(da, v, self.A, slots, adapted.mask, self.dropout)
 
-    def up_gradients(
-        self, dh: Tensor, of: Adapted, slots: Slots, needs_dx: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradient v [P, R] of scaling * A x, and the gradient of B."""
-        dh, v, dB = Rows(dh, slots), None, None
-        if needs_dx or self.needs_A:
-            v = dh.narrow(self.B)
-        if self.needs_B:
-            dB = self._without_padding(dh.outer(of.u, self.B)).mT
-        return v, dB
-
-    def add_to_dx(self, dx: Tensor, v: Tensor, of: Adapted, slots: Slots) -> Tensor:
+    def add_to_dx(self, dx: Tensor, v: Tensor, adapted: Adapted, slots: Slots) -> Tensor:
         slots = slots if slots.groups.indices is not None else Slots(slots.groups.in_place)
-        return add_to_tokens(dx, v, self.A, slots, None, of.mask, self.dropout)
-
-    def up_dA(self, v: Tensor, tokens: Tensor, of: Adapted, slots: Slots) -> Tensor:
-        return self._without_padding(Tokens(self._dropped_again(tokens, of), slots).outer(v, self.A))
+        return add_to_tokens(dx, v, self.A, slots, None, adapted.mask, self.dropout)
 
     def _without_padding(self, gradient: Tensor) -> Tensor:
         """Returns the rows of a factor's gradient [.., R, W] that the factor has."""
@@ -167,6 +154,3 @@ class Adapter(NamedTuple):
 
     def _dropped(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return dropped(x, self.dropout) if self.dropout else (x, None)
-
-    def _dropped_again(self, x: Tensor, of: Adapted) -> Tensor:
-        return x if of.mask is None else kept(x, of.mask, self.dropout)

@@ -13,15 +13,11 @@ _sum_groups = torch.ops.moe_fp8.sum_groups.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
 
 
-def rows_of_bias(bias: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Returns [rows, N]: from bias [E, N], the bias of each row's expert; zeros for rows without an expert."""
-    of_rows = torch.bucketize(torch.arange(rows, device=offs.device, dtype=offs.dtype), offs, right=True)
-    return torch.nn.functional.pad(rounded(bias, dtype), (0, 0, 0, 1))[of_rows]
-
-
 def plus_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
     """Adds the bias of each row's expert to x [P, N], into a new tensor: a policy of `save_ops` may keep x."""
-    return rows_of_bias(bias, offs, x.shape[0], x.dtype).add_(x)
+    experts = torch.bucketize(torch.arange(x.shape[0], device=offs.device, dtype=offs.dtype), offs, right=True)
+    # A row without an expert has the number E, and gets the zeros that are padded here.
+    return torch.nn.functional.pad(rounded(bias, x.dtype), (0, 0, 0, 1))[experts].add_(x)
 
 
 def added(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
@@ -39,5 +35,5 @@ def part_of_dscores(grad: Tensor, bias: Tensor, scores: Tensor, groups: Groups) 
     """Returns the part of a bias [E, N] in the gradient of scores: the dot product of grad and the slot's bias."""
     experts = torch.bucketize(groups.inverse, groups.offs, out_int32=True, right=True)
     experts = torch.where(groups.inverse < 0, -1, experts)  # E, or -1: a slot of no expert
-    of_bias = rounded(bias, grad.dtype).contiguous()
-    return _combine_backward(row_major(grad), of_bias, scores, experts, bias.shape[0], False)[1]
+    bias = rounded(bias, grad.dtype).contiguous()
+    return _combine_backward(row_major(grad), bias, scores, experts, bias.shape[0], False)[1]

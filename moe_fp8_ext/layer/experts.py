@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -40,8 +38,7 @@ from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, comm
 from moe_fp8_ext.training import main_grad
 
 _OP = "experts"
-_WEIGHTS = "w_gate_up", "w_down"
-_LORA = "lora_gate_up", "lora_down"
+_UP, _DOWN = "w_gate_up", "w_down"  # the names of weights in errors
 KEEP = ("fp8", "bf16")
 
 
@@ -137,11 +134,10 @@ def experts(
 
     Source: DESIGN.md section 6.
     """
-    up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
-    down = Projection(w_down, b_down, main_grad_down, lora_down)
-    options = up, down, recipe, activation, interleaved, keep, delay_wgrad
     x, quantized = arrived(_OP, x, stand_in, recipe)
-    call, *inputs = layer_call(_OP, x, topk_ids, topk_scores, *options, quantized)
+    options = recipe, activation, interleaved, b_gate_up, b_down, keep, main_grad_gate_up, main_grad_down
+    more = lora_gate_up, lora_down, delay_wgrad, quantized
+    call, *inputs = layer_call(_OP, x, topk_ids, topk_scores, w_gate_up, w_down, *options, *more)
     validate_ids(_OP, topk_ids, call.experts)
     tokens = operand_of(_OP, quantized, call.recipe)
     return computed(call, RoutedTokens(topk_ids.contiguous(), call.experts, tokens), *inputs)
@@ -197,27 +193,17 @@ def experts_of_groups(
     Source: DESIGN.md section 6.
     """
     op = "experts_of_groups"
-    up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
-    down = Projection(w_down, b_down, main_grad_down, lora_down)
     x, quantized = arrived(op, x, stand_in, recipe)
     check_dense(op, "x", x, 2)
     if scores is not None:
         check_dense(op, "scores", scores, 1)
         scores = scores[:, None]
-    options = up, down, recipe, activation, interleaved, keep, delay_wgrad
-    call, *inputs = layer_call(op, x, None, scores, *options, quantized)
+    options = recipe, activation, interleaved, b_gate_up, b_down, keep, main_grad_gate_up, main_grad_down
+    more = lora_gate_up, lora_down, delay_wgrad, quantized
+    call, *inputs = layer_call(op, x, None, scores, w_gate_up, w_down, *options, *more)
     _check_tensor(op, "offs", offs, (call.experts,), x, (torch.int32,))
     validate_offs(op, offs, "rows of x", x.shape[0])
     return computed(call, SortedRows(offs, operand_of(op, quantized, call.recipe, offs)), *inputs)
-
-
-class Projection(NamedTuple):
-    """The arguments of a caller for one projection."""
-
-    weight: Tensor | Quantized | Pair
-    bias: Tensor | None
-    main_grad: Tensor | None
-    lora: LoRA | tuple[Tensor, Tensor, float] | None = None
 
 
 def layer_call(
@@ -225,16 +211,22 @@ def layer_call(
     x: Tensor,
     topk_ids: Tensor | None,
     topk_scores: Tensor | None,
-    up: Projection,
-    down: Projection,
+    w_gate_up: Tensor | Quantized | Pair,
+    w_down: Tensor | Quantized | Pair,
     recipe: str | Recipe,
-    activation: str,
-    interleaved: bool,
-    keep: str,
-    delay_wgrad: DelayedWgrads | None,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    b_gate_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    keep: str = "fp8",
+    main_grad_gate_up: Tensor | None = None,
+    main_grad_down: Tensor | None = None,
+    lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
+    lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
+    delay_wgrad: DelayedWgrads | None = None,
     quantized: Quantized | None = None,
 ) -> tuple[object, ...]:
-    """Checks arguments and returns the arguments of `LayerFunction`: the call and its `Inputs`.
+    """Checks arguments of `experts` and returns the arguments of `LayerFunction`: the call and its `Inputs`.
 
     Args:
         topk_ids: None if rows are sorted already.
@@ -244,13 +236,13 @@ def layer_call(
     check_one_of(op, "activation", activation, list(GATED))
     check_one_of(op, "keep", keep, KEEP)
     check_bool(op, "interleaved", interleaved)
-    (up_lora, down_lora), (w_up, w_down) = (up.lora, down.lora), _WEIGHTS
-    up, down = _linear(op, w_up, up, recipe.format), _linear(op, w_down, down, recipe.format)
+    up = _linear(op, _UP, w_gate_up, b_gate_up, main_grad_gate_up, recipe.format)
+    down = _linear(op, _DOWN, w_down, b_down, main_grad_down, recipe.format)
     if delay_wgrad is not None:
-        up, down = _delayed(op, w_up, up, delay_wgrad), _delayed(op, w_down, down, delay_wgrad)
+        up, down = _delayed(op, _UP, up, delay_wgrad), _delayed(op, _DOWN, down, delay_wgrad)
     _check(op, x, topk_ids, topk_scores, up, down, GATED[activation])
-    up, *up_factors = _adapted(op, x, _LORA[0], up_lora, up)
-    down, *down_factors = _adapted(op, x, _LORA[1], down_lora, down)
+    up, *up_factors = _adapted(op, x, "lora_gate_up", lora_gate_up, up)
+    down, *down_factors = _adapted(op, x, "lora_down", lora_down, down)
     e, d, f = down.values.shape
     if quantized is up.quantized is down.quantized is None:
         slots = x.shape[0] if topk_ids is None else topk_ids.numel()
@@ -261,11 +253,11 @@ def layer_call(
     scores = None if topk_scores is None else cast(topk_scores, torch.float32).contiguous()
     weights = up.weight if up.delayed is None else None, down.weight if down.delayed is None else None
     inputs = x, scores, *weights, up.bias, down.bias, *up_factors, *down_factors
-    up, down = _of_call(op, w_up, up, backward), _of_call(op, w_down, down, backward)
+    up, down = _of_call(op, _UP, up, backward), _of_call(op, _DOWN, down, backward)
     rounding = common_rounding(recipe.rounding, quantized, *(up.quantized or ()), *(down.quantized or ()))
     options = recipe, rounding, activation, interleaved, keep == "fp8", dtype, e, f, quantized is not None
     call = Call(*options, *needs, up, down, delay_wgrad)
-    for name, linear, transposed in zip(_WEIGHTS, (up, down), (call.needs_x, call.needs_da), strict=True):
+    for name, linear, transposed in ((_UP, up, call.needs_x), (_DOWN, down, call.needs_da)):
         if not transposed or linear.quantized is None or linear.quantized[1] is not None:
             continue
         if not FORMATS[linear.quantized[0].format].has_square_blocks:
@@ -277,38 +269,15 @@ def layer_call(
     return call, *inputs
 
 
-def call_with_options(
-    op: str,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_scores: Tensor,
-    w_gate_up: Tensor | Quantized | Pair,
-    w_down: Tensor | Quantized | Pair,
-    recipe: str | Recipe,
-    *,
-    activation: str = "swiglu",
-    interleaved: bool = False,
-    b_gate_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    keep: str = "fp8",
-    main_grad_gate_up: Tensor | None = None,
-    main_grad_down: Tensor | None = None,
-    lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
-    lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
-    delay_wgrad: DelayedWgrads | None = None,
-) -> tuple[object, ...]:
-    """Returns `layer_call` for an adapter of a dispatcher, which passes its caller's options on by name."""
-    up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
-    down = Projection(w_down, b_down, main_grad_down, lora_down)
-    return layer_call(op, x, topk_ids, topk_scores, up, down, recipe, activation, interleaved, keep, delay_wgrad)
-
-
-def _linear(op: str, name: str, of: Projection, format: str | None) -> ExpertLinear:
-    quantized = given(op, name, of.weight, format, weight=True)
-    weight, quantized = (of.weight, None) if quantized[0] is None else (None, quantized)
+def _linear(
+    op: str, name: str, weight: Tensor | Quantized | Pair, bias: Tensor | None, total: Tensor | None, format: str | None
+) -> ExpertLinear:
+    """Makes a projection. total: the main_grad of its weight."""
+    quantized = given(op, name, weight, format, weight=True)
+    weight, quantized = (weight, None) if quantized[0] is None else (None, quantized)
     needs_weight = needs_gradient(weight)
-    parameter = main_grad.parameter_of_ddp(weight) if of.main_grad is not None and needs_weight else None
-    return ExpertLinear(weight, of.bias, quantized, of.main_grad, parameter, needs_weight, needs_gradient(of.bias))
+    parameter = main_grad.parameter_of_ddp(weight) if total is not None and needs_weight else None
+    return ExpertLinear(weight, bias, quantized, total, parameter, needs_weight, needs_gradient(bias))
 
 
 def _delayed(op: str, name: str, linear: ExpertLinear, delay_wgrad: DelayedWgrads) -> ExpertLinear:
@@ -415,14 +384,11 @@ def _check(
         _check_tensor(op, "scores", scores, (tokens, 1), x)
     _check_tensor(op, "w_gate_up", w_up, (e, rows, d), x, INPUT_DTYPES if up.quantized is None else (w_up.dtype,))
     _check_like(op, "w_down", w_down, (e, d, f), x, INPUT_DTYPES if down.quantized is None else (w_down.dtype,))
-    if up.bias is not None:
-        _check_tensor(op, "b_gate_up", up.bias, (e, rows), x)
-    if down.bias is not None:
-        _check_tensor(op, "b_down", down.bias, (e, d), x)
-    if up.main_grad is not None:
-        check_main_grad(op, "main_grad_gate_up", up.main_grad, "w_gate_up", w_up)
-    if down.main_grad is not None:
-        check_main_grad(op, "main_grad_down", down.main_grad, "w_down", w_down)
+    for name, linear, width in (("gate_up", up, rows), ("down", down, d)):
+        if linear.bias is not None:
+            _check_tensor(op, f"b_{name}", linear.bias, (e, width), x)
+        if linear.main_grad is not None:
+            check_main_grad(op, f"main_grad_{name}", linear.main_grad, f"w_{name}", linear.values)
 
 
 def _check_tensor(

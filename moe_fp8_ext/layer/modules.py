@@ -323,11 +323,7 @@ class MoE(nn.Module):
         self.num_fused_shared = num_fused_shared
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        topk_ids: Tensor | None = None,
-        topk_scores: Tensor | None = None,
+        self, x: Tensor, mask: Tensor | None = None, topk_ids: Tensor | None = None, topk_scores: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns out, shaped as x [..., D], and the router's loss, which the caller adds to the model's loss.
 
@@ -350,9 +346,9 @@ class MoE(nn.Module):
         out = self.experts(*call, shared_experts=lambda t: self.shared_experts(t.view(x.shape)).view(t.shape))
         return out.view(x.shape), routing.loss
 
-    def _route(self, x: Tensor, tokens: Tensor, mask: Tensor | None, *of_slots: Tensor | None) -> Routing:
+    def _route(self, x: Tensor, tokens: Tensor, mask: Tensor | None, *given_slots: Tensor | None) -> Routing:
         given = {} if mask is None else {"mask": mask}
-        given |= {name: t for name, t in zip(("topk_ids", "topk_scores"), of_slots, strict=True) if t is not None}
+        given |= {name: t for name, t in zip(("topk_ids", "topk_scores"), given_slots, strict=True) if t is not None}
         for name, t in given.items():
             require(isinstance(t, Tensor), f"MoE: {name} must be a tensor, got {type(t).__name__}")
             got = t.shape if name == "mask" else t.shape[:-1]

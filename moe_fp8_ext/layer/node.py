@@ -17,7 +17,7 @@ from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.layer.weight_gradients import DOWN, UP, DelayedWgrads, WeightGradients
 from moe_fp8_ext.matmul.engine import Activated, Engine, Groups, Wanted, engine_of
-from moe_fp8_ext.matmul.low_rank import Slots, Tokens
+from moe_fp8_ext.matmul.low_rank import Rows, Slots, Tokens
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantization.casting import cast, rounded, without_autocast
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand
@@ -161,10 +161,10 @@ class LayerFunction(torch.autograd.Function):
             x = inputs.x
             out = source.collect(given_back) if postponed is None else x.new_empty(()).expand(x.shape)
         layer = SavedLayer(up_t.values, up_t.scale, down_t.values, down_t.scale, inputs.b_down, *inputs[6:])
-        of_source = source.tensors()
-        ctx.save_for_backward(*layer, *of_source, *chain.from_iterable(kept))
+        source_tensors = source.tensors()
+        ctx.save_for_backward(*layer, *source_tensors, *chain.from_iterable(kept))
         ctx.call = call.static()
-        ctx.source, ctx.num_of_source = source.static(), len(of_source)
+        ctx.source, ctx.num_of_source = source.static(), len(source_tensors)
         ctx.dtypes, ctx.failed = inputs.dtypes(), None
         return cast(out, inputs.x.dtype)
 
@@ -214,10 +214,10 @@ def node_of(out: Tensor) -> torch.autograd.graph.Node | None:
 
 def _gradients(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> Inputs:
     saved = ctx.saved_tensors  # not below autograd: here `checkpoint` recomputes forward, with gradients
-    of_layer, of_chunk = len(SavedLayer._fields), len(SavedChunk._fields)
-    first = of_layer + ctx.num_of_source
-    layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
-    kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
+    layer_size, chunk_size = len(SavedLayer._fields), len(SavedChunk._fields)
+    first = layer_size + ctx.num_of_source
+    layer, source = SavedLayer(*saved[:layer_size]), ctx.source.restored(saved[layer_size:first])
+    kept = [SavedChunk(*saved[at : at + chunk_size]) for at in range(first, len(saved), chunk_size)]
     with source.completed(), below_autograd(), without_autocast(dout):
         if ctx.watch is not None:
             ctx.watch.sent = dout
@@ -243,23 +243,23 @@ def _forward(
     # The activation adds the bias, unless an adapter or statistics read h with it.
     in_product = up.bias is None or up.adapter is not None or watch is not None
     bias, up = (None, up) if in_product else (up.bias, up._replace(bias=None))
-    h, of_up = up.product(engine, rows, w_up, groups, by_index=True), UNADAPTED
+    h, adapted_up = up.product(engine, rows, w_up, groups, by_index=True), UNADAPTED
     if up.adapter is not None:
-        h, of_up = up.adapter.up(h, engine.values(x, groups.of_tokens), slots)
+        h, adapted_up = up.adapter.up(h, engine.values(x, groups.of_tokens), slots)
     if watch is not None:
         watch.forward(x, h, groups, up.weight, down.weight)
     bias = None if bias is None else rounded(bias, h.dtype).contiguous()
     rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and needs_h, bias)
-    of_down = UNADAPTED if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
+    adapted_down = UNADAPTED if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
 
     def finish() -> Tensor:
         y = down.product(engine, rows, w_down, groups)
         out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
-        return out if down.adapter is None else down.adapter.down(out, of_down, slots, scores)
+        return out if down.adapter is None else down.adapter.down(out, adapted_down, slots, scores)
 
     x, h = x if up.needs_weight or up.needs_A else NOTHING, h if needs_h else NOTHING
-    kept_of_down = of_down if down.adapter is None else down.adapter.kept(of_down)
-    kept = x.values, x.scale, h.values, h.scale, *of_up, *kept_of_down
+    kept_down = adapted_down if down.adapter is None else down.adapter.kept(adapted_down)
+    kept = x.values, x.scale, h.values, h.scale, *adapted_up, *kept_down
     return finish, SavedChunk(scores, groups.offs, groups.indices, groups.inverse, *kept)
 
 
@@ -285,15 +285,15 @@ def _backward(
     weights = (WeightGradients if call.delayed is None else call.delayed.of_backward)(engine, call.up, call.down)
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)
-        of_chunk = engine, call, layer.b_down, up_t, down_t, saved, dout, weights, give_back, watch
-        found.append(_backward_of_chunk(*of_chunk))
+        arguments = engine, call, layer.b_down, up_t, down_t, saved, dout, weights, give_back, watch
+        found.append(_backward_of_chunk(*arguments))
         watch = None
     if len(found) == 1:
         ((dx, dscores, _, _, *rest),) = found
-        of_tokens = (None if rows is None else source.collect([rows]) for rows in (dx, dscores))
-        return Inputs(*of_tokens, *weights.for_autograd(), *rest)
-    *of_tokens, _, _, b_up, b_down, A_up, B_up, A_down, B_down = zip(*found, strict=True)
-    dx, dscores = (None if rows[0] is None else source.collect(rows) for rows in of_tokens)
+        handles = (None if rows is None else source.collect([rows]) for rows in (dx, dscores))
+        return Inputs(*handles, *weights.for_autograd(), *rest)
+    *handles, _, _, b_up, b_down, A_up, B_up, A_down, B_down = zip(*found, strict=True)
+    dx, dscores = (None if rows[0] is None else source.collect(rows) for rows in handles)
     factors = map(_sum_float32, (A_up, B_up, A_down, B_down))
     return Inputs(dx, dscores, *weights.for_autograd(), _sum(b_up), _sum(b_down), *factors)
 
@@ -316,8 +316,8 @@ def _backward_of_chunk(
     needs_x, needs_scores, needs_da = call.needs_x, call.needs_scores, call.needs_da
     slots = None
     if call.is_adapted:
-        slots, of_up = Slots(groups), Adapted(saved.u_up, saved.mask_up)
-        of_down = Adapted(saved.u_down, saved.mask_down)
+        slots, adapted_up = Slots(groups), Adapted(saved.u_up, saved.mask_up)
+        adapted_down = Adapted(saved.u_down, saved.mask_down)
     p = (dout.values if groups.indices is None else groups.indices).shape[0]
     dx = dscores = db_up = db_down = dA_up = dB_up = dA_down = dB_down = None
     dy, dy_t = engine.tokens(dout, groups, rows=needs_da, tokens=down.needs_weight, gradient=True)
@@ -325,7 +325,7 @@ def _backward_of_chunk(
         watch.gradients(dout, dy_t)
     if down.adapter is not None:
         tokens = Tokens(engine.values(dout), slots, rows=_in_bf16(dy, dy_t))
-        v_down, dB_down = down.adapter.down_gradients(tokens, of_down, scores, needs_da)
+        v_down, dB_down = down.adapter.gradients(tokens, adapted_down, needs_da, scores)
         del tokens
     if call.needs_h:
         if needs_da:
@@ -333,11 +333,12 @@ def _backward_of_chunk(
         else:  # only dW_down is wanted: of the results of `gradients` it reads a alone, which needs no da
             da = dout.values.new_zeros(p, call.features, dtype=torch.bfloat16)
         if needs_da and down.adapter is not None:
-            da = down.adapter.add_to_da(da, v_down, of_down, slots)
-        of_rows = None if scores is None else scores.view(-1)
+            da = down.adapter.add_to_da(da, v_down, adapted_down, slots)
+        row_scores = None if scores is None else scores.view(-1)
         if slots is not None and groups.indices is None and scores is not None:
-            of_rows = slots.row_scores(scores)  # makes dh zero in rows without a group, because adapters read all rows
-        of = Activated(Operand(saved.h, saved.h_scale), of_rows, call.activation, call.interleaved)
+            # Makes dh zero in rows without a group, because adapters read all rows.
+            row_scores = slots.row_scores(scores)
+        activated = Activated(Operand(saved.h, saved.h_scale), row_scores, call.activation, call.interleaved)
         wanted = Wanted(
             rows=needs_x,
             tokens=up.needs_weight,
@@ -346,11 +347,11 @@ def _backward_of_chunk(
             a_values=down.needs_A,
             db=up.needs_bias,
         )
-        dh, dh_t, a_t, dh_values, dscores, a, db_up = engine.gradients(da, of, groups, wanted)
+        dh, dh_t, a_t, dh_values, dscores, a, db_up = engine.gradients(da, activated, groups, wanted)
         if down.needs_A:
-            dA_down = down.adapter.down_dA(v_down, a, of_down, slots)
+            dA_down = down.adapter.gradient_of_A(Rows, a, v_down, adapted_down, slots)
         if watch is not None:
-            watch.between(da, of, dh_t, a_t)
+            watch.between(da, activated, dh_t, a_t)
     if down.needs_weight:
         weights.add(DOWN, dy_t, a_t, groups)
     if b_down is not None and (needs_scores or down.needs_bias):
@@ -358,25 +359,26 @@ def _backward_of_chunk(
         if down.needs_bias:
             db_down = gradient_of_weighted(values, scores, groups)
         if needs_scores:
-            of_bias = part_of_dscores(values, b_down, scores, groups)
-            dscores = dscores.view(of_bias.shape) + of_bias
+            bias_part = part_of_dscores(values, b_down, scores, groups)
+            dscores = dscores.view(bias_part.shape) + bias_part
     if needs_scores:
         dscores = give_back(dscores.view(groups.inverse.shape))
     if up.adapter is not None and call.needs_dh:
-        v_up, dB_up = up.adapter.up_gradients(dh_values, of_up, slots, needs_x)
+        v_up, dB_up = up.adapter.gradients(Rows(dh_values, slots), adapted_up, needs_x)
     if needs_x:
         rows = engine.product(dh, up_t(dout.values), groups)
         dx = rows if groups.indices is None else _combine(rows, groups.inverse, None)
         if up.adapter is not None:
-            dx = up.adapter.add_to_dx(dx, v_up, of_up, slots)
+            dx = up.adapter.add_to_dx(dx, v_up, adapted_up, slots)
         dx = give_back(dx)
+    x = Operand(saved.x, saved.x_scale)
     if up.needs_A:
-        dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale), groups.of_tokens), of_up, slots)
+        dA_up = up.adapter.gradient_of_A(Tokens, engine.values(x, groups.of_tokens), v_up, adapted_up, slots)
     if up.needs_weight:
-        _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
+        _, x_t = engine.tokens(x, groups, tokens=True)
         weights.add(UP, dh_t, x_t, groups)
         if watch is not None:
-            watch.tokens(Operand(saved.x, saved.x_scale), x_t)
+            watch.tokens(x, x_t)
     factors = dA_up, dB_up, dA_down, dB_down
     return Inputs(dx, dscores if needs_scores else None, None, None, db_up, db_down, *factors)
 

@@ -212,11 +212,7 @@ class Router(nn.Module):
             buffer.zero_()
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        topk_ids: Tensor | None = None,
-        topk_scores: Tensor | None = None,
+        self, x: Tensor, mask: Tensor | None = None, topk_ids: Tensor | None = None, topk_scores: Tensor | None = None
     ) -> Routing:
         """Routes x [T, D]. DTensors must be Replicate(); the results are then Replicate() too.
 
@@ -245,10 +241,8 @@ class Router(nn.Module):
             if given is not None:
                 check_dense("Router", name, given, len(shape))
                 check_shape("Router", name, given, shape)
-                require(
-                    given.device == x.device,
-                    f"Router: {name} must be on the device of x, {x.device}, got {given.device}",
-                )
+                text = f"Router: {name} must be on the device of x, {x.device}, got {given.device}"
+                require(given.device == x.device, text)
         if topk_ids is not None:
             is_int = topk_ids.dtype in (torch.int32, torch.int64)
             require(is_int, f"Router: topk_ids must be torch.int32 or torch.int64, got {topk_ids.dtype}")

@@ -72,8 +72,8 @@ class DelayedWgrads:
 
     @property
     def nbytes(self) -> int:
-        of_all = [t for backward in self._backwards for t in backward.tensors()]
-        return sum(t.untyped_storage().nbytes() for t in {t.untyped_storage().data_ptr(): t for t in of_all}.values())
+        tensors = [t for backward in self._backwards for t in backward.tensors()]
+        return sum(t.untyped_storage().nbytes() for t in {t.untyped_storage().data_ptr(): t for t in tensors}.values())
 
     def backward_dw(self) -> None:
         """Computes the gradients of the oldest backward that waits.

@@ -1,6 +1,6 @@
 """The one engine that multiplies, for `grouped_mm` and for the layer: in bfloat16, in fp8, or in both.
 
-An engine makes operands of tokens and multiplies operands. `quantization/prepare.py` makes the operands of weights.
+An engine makes operands of tokens and multiplies operands. `quantization/prepare.py` makes fp8 operands of weights.
 `product` takes a along rows and w [E, N, K], and computes a @ w^T of each group. `wgrad` takes both along tokens.
 """
 
@@ -12,16 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, clamped
-from moe_fp8_ext.quantization.casting import cast, row_major
+from moe_fp8_ext.quantization.casting import cast, rounded, row_major
 from moe_fp8_ext.quantization.format import FORMATS
-from moe_fp8_ext.quantization.prepare import (
-    NOTHING,
-    Operand,
-    bf16_weight,
-    fp8_weight,
-    second_bf16_weight,
-    second_fp8_weight,
-)
+from moe_fp8_ext.quantization.prepare import NOTHING, Operand, fp8_weight, second_fp8_weight
 from moe_fp8_ext.quantization.recipe import Recipe
 
 _activate = torch.ops.moe_fp8.activate.default
@@ -103,14 +96,24 @@ class Bf16Engine:
     format: str | None = None  # of operands
 
     def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool, frozen: bool = False) -> tuple[Operand, Operand]:
-        """Makes the operand of w [E, N, K], cast to dtype, for products over K. Returns it and, if `transposed`, what
-        `second_weight` takes. A frozen w is kept by reference."""
-        return bf16_weight(w, dtype, transposed, frozen)
+        """Makes the operand of w [E, N, K] for products over K.
+
+        Args:
+            dtype: w is first cast to it: torch.autocast's dtype if that is on, otherwise w's dtype.
+            transposed: whether backward multiplies by w.
+            frozen: whether w needs no gradient. Then w itself is kept, and backward makes its second operand.
+
+        Returns:
+            the operand, and the first argument of `second_weight`: NOTHING without `transposed`.
+        """
+        values = cast(w if dtype == torch.bfloat16 else rounded(w, dtype), torch.bfloat16)
+        return Operand(values), Operand(w if frozen else values) if transposed else NOTHING
 
     def second_weight(self, kept: Operand, dtype: torch.dtype, frozen: bool, gradient: Tensor) -> Operand:
         """Makes the operand for products over N, in backward, with the dtype and `frozen` of forward. gradient: any
         tensor that depends on the gradient of the output."""
-        return second_bf16_weight(kept, dtype, frozen)
+        w = self.weight(kept.values, dtype, transposed=False)[0] if frozen else kept
+        return Operand(w.values.mT)
 
     def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
         """Returns offs as products take them. wgrad: whether `wgrad` will be called with them."""
@@ -176,32 +179,26 @@ class Bf16Engine:
     # ---- between the products of a layer ----
 
     def activated(
-        self,
-        h: Tensor,
-        groups: Groups,
-        activation: str,
-        interleaved: bool,
-        keep_fp8: bool,
-        bias: Tensor | None = None,
+        self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool, bias: Tensor | None = None
     ) -> tuple[Operand, Operand]:
         """Returns activations of h [P, 2F] plus the bias [E, 2F] of its group, along rows. Also returns h with the bias
-        as backward keeps it, quantized if `keep_fp8`."""
+        as backward keeps it, quantized if `keep_fp8` and the engine's backward takes it so."""
         h = h if bias is None else _add_bias(h, bias, groups.offs)
         return Operand(_activate(h, activation, interleaved)), Operand(h)
 
-    def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
+    def gradients(self, da: Tensor, activated: Activated, groups: Groups, wanted: Wanted) -> Gradients:
         """Returns gradients of the values between the products. Here dh and a are in memory, in bfloat16.
 
         da [P, F] is the gradient of activations, without scores.
         """
-        h, scores, activation, interleaved = of
+        h, scores, activation, interleaved = activated
         how = scores, h.scale, None if h.scale is None else self.format, groups.indices, interleaved
         dh, a, dscores = _activate_backward(da, h.values, activation, *how)
-        _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
+        _, a_t = self.rows(a, groups.in_place, tokens=wanted.a)
         a = a if wanted.a_values else None  # frees memory for the operands of dh
         rows, tokens = self.rows(dh, groups.in_place, wanted.rows, wanted.tokens, gradient=True)
         db = _sum_groups(dh, groups.offs, None, None, None) if wanted.db else None
-        return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores, a, db)
+        return Gradients(rows, tokens, a_t, dh if wanted.dh else None, dscores, a, db)
 
 
 class Fp8Engine(Bf16Engine):
@@ -210,6 +207,8 @@ class Fp8Engine(Bf16Engine):
     rounding: of the scales of all operands, which products are promised; None if it is not known. It is the recipe's
     where the recipe quantizes every operand.
     """
+
+    keeps_fp8 = True  # whether `activated` may keep h quantized
 
     def __init__(self, recipe: Recipe, rounding: str | None = None) -> None:
         self.recipe, self.format, self.rule, self.rounding = recipe, recipe.format, recipe.rule, rounding
@@ -296,48 +295,43 @@ class Fp8Engine(Bf16Engine):
         return None
 
     def activated(
-        self,
-        h: Tensor,
-        groups: Groups,
-        activation: str,
-        interleaved: bool,
-        keep_fp8: bool,
-        bias: Tensor | None = None,
+        self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool, bias: Tensor | None = None
     ) -> tuple[Operand, Operand]:
         format, dtype, rounding = self.rule(gradient=False)
+        keep_fp8 = keep_fp8 and self.keeps_fp8
         how = interleaved, keep_fp8, dtype, rounding
         if bias is not None and not keep_fp8:  # backward keeps h with the bias in bfloat16
             h, bias = _add_bias(h, bias, groups.offs), None
         q, scale, h_q, h_scale = _quantize_activated(h, activation, format, bias, groups.offs, *how)
         return Operand(q, scale), Operand(h_q, h_scale) if keep_fp8 else Operand(h)
 
-    def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
+    def gradients(self, da: Tensor, activated: Activated, groups: Groups, wanted: Wanted) -> Gradients:
         if wanted.rows and not wanted.tokens:
-            return self._gradients_along_rows(da, of, groups, wanted)
+            return self._gradients_along_rows(da, activated, groups, wanted)
         if wanted._replace(db=False) != _ALL_OPERANDS:
-            return super().gradients(da, of, groups, wanted)
-        h, scores, activation, interleaved = of
+            return super().gradients(da, activated, groups, wanted)
+        h, scores, activation, interleaved = activated
         format, dtype, rounding = self.rule(gradient=False)
         dtypes = dtype, self.rule(gradient=True)[1]
         how = self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups, wanted.db
         q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores, db = _quantize_activated_backward(
             da, h.values, activation, format, groups.offs, scores, h.scale, groups.indices, interleaved, *how
         )
-        rows, tokens, of_a = Operand(q, scale), Operand(q_t, scale_t, ends), Operand(a_q_t, a_scale_t, ends)
-        return Gradients(rows, tokens, of_a, None, dscores, db=db if wanted.db else None)
+        rows, tokens, a_t = Operand(q, scale), Operand(q_t, scale_t, ends), Operand(a_q_t, a_scale_t, ends)
+        return Gradients(rows, tokens, a_t, None, dscores, db=db if wanted.db else None)
 
-    def _gradients_along_rows(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
+    def _gradients_along_rows(self, da: Tensor, activated: Activated, groups: Groups, wanted: Wanted) -> Gradients:
         """Computes `gradients` for a weight without a gradient. dh and a, if wanted too, are returned in bfloat16."""
-        h, scores, activation, interleaved = of
+        h, scores, activation, interleaved = activated
         format, dtype, rounding = self.rule(gradient=True)
         how = interleaved, wanted.dh or wanted.db, wanted.a or wanted.a_values, dtype, rounding
         q, scale, dh, a, dscores = _quantize_activated_backward_rows(
             da, h.values, activation, format, groups.offs, scores, h.scale, groups.indices, *how
         )
-        _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
+        _, a_t = self.rows(a, groups.in_place, tokens=wanted.a)
         db = _sum_groups(dh, groups.offs, None, None, None) if wanted.db else None
         dh, a = dh if wanted.dh else None, a if wanted.a_values else None
-        return Gradients(Operand(q, scale), NOTHING, of_a, dh, dscores, a, db)
+        return Gradients(Operand(q, scale), NOTHING, a_t, dh, dscores, a, db)
 
     def _is_smaller(self, x: Tensor, groups: Groups) -> bool:
         """Returns whether x takes less memory than its copy along tokens. Symbolic sizes: whether for all values."""
@@ -353,6 +347,8 @@ class Fp8Engine(Bf16Engine):
 
 class HighPrecisionWgrad(Fp8Engine):
     """Quantizes operands along rows. Operands along tokens, which `wgrad` takes, stay in bfloat16."""
+
+    keeps_fp8 = False
 
     def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
         return clamped(offs, rows) if wgrad else offs
@@ -376,17 +372,6 @@ class HighPrecisionWgrad(Fp8Engine):
 
     def kept_tokens(self, kept: Operand, groups: Groups) -> Operand:
         return _BF16.tokens(kept, groups, tokens=True)[1]
-
-    def activated(
-        self,
-        h: Tensor,
-        groups: Groups,
-        activation: str,
-        interleaved: bool,
-        keep_fp8: bool,
-        bias: Tensor | None = None,
-    ) -> tuple[Operand, Operand]:
-        return super().activated(h, groups, activation, interleaved, keep_fp8=False, bias=bias)
 
     gradients, wgrad = Bf16Engine.gradients, Bf16Engine.wgrad
 

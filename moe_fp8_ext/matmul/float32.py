@@ -71,11 +71,7 @@ def _mm_by_parts(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
 
 # torch.compile sees opaque custom ops here, because not every torch version compiles mm with another out_dtype.
 mm_by_parts = torch.library.custom_op("moe_fp8_ext::mm_by_parts", _mm_by_parts, mutates_args=())
-
-
-@mm_by_parts.register_fake
-def _(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+mm_by_parts.register_fake(lambda a, b, order=3: a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32))
 
 
 def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,11 +90,7 @@ def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Ten
 
 
 gradients_by_parts = torch.library.custom_op("moe_fp8_ext::gradients_by_parts", _gradients_by_parts, mutates_args=())
-
-
-@gradients_by_parts.register_fake
-def _(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape), b.new_empty(b.shape)
+gradients_by_parts.register_fake(lambda grad, a, b: (a.new_empty(a.shape), b.new_empty(b.shape)))
 
 
 def parts(x: Tensor, count: int, dim: int) -> Tensor:

@@ -31,7 +31,7 @@ from moe_fp8_ext.quantization.casting import autocast_dtype, cast, lies_transpos
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, MAX_ROWS, round_up
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, operands_of
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
-from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, common_rounding, given
+from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Given, Pair, Quantized, common_rounding, given
 from moe_fp8_ext.training.main_grad import finish, parameter_of_ddp, start
 from moe_fp8_ext.training.watch import MatmulWatch, watched
 
@@ -175,8 +175,8 @@ class Call(NamedTuple):
 
     recipe: Recipe
     rounding: str | None  # of the scales of all operands, None if it is not known
-    a: tuple[Quantized | None, Quantized | None]  # an A that is quantized already
-    w: tuple[Quantized | None, Quantized | None]
+    a: Given  # an A that is quantized already
+    w: Given
     a_dtype: torch.dtype | None  # the dtype in which A is multiplied
     b_dtype: torch.dtype | None
     needs: Needs
@@ -258,13 +258,7 @@ def _fail(text: str) -> NoReturn:
 
 
 def _check(
-    A: Tensor | None,
-    B_t: Tensor | None,
-    a: tuple[Quantized | None, Quantized | None],
-    w: tuple[Quantized | None, Quantized | None],
-    offs: Tensor,
-    indices: Tensor | None,
-    top_k: int | None,
+    A: Tensor | None, B_t: Tensor | None, a: Given, w: Given, offs: Tensor, indices: Tensor | None, top_k: int | None
 ) -> None:
     tokens, weight = a[0].q if A is None else A, w[0].q if B_t is None else B_t
     if tokens.dtype not in INPUT_DTYPES and A is not None:
@@ -274,10 +268,10 @@ def _check(
     check_dense(_OP, "A", tokens, 2)
     check_dense(_OP, "B_t", weight, 3)
     _check_device("B_t", weight, tokens)
-    k, of_a = weight.shape[2 if B_t is None else 1], tokens.shape[1]
-    if k != of_a:
-        cause = "; weights [E, N, K] are passed as w.mT" if B_t is not None and weight.shape[2] == of_a else ""
-        _fail(f"B_t must have size {of_a} in dimension 1 (the last of A), got {k}{cause}")
+    k, columns = weight.shape[2 if B_t is None else 1], tokens.shape[1]
+    if k != columns:
+        cause = "; weights [E, N, K] are passed as w.mT" if B_t is not None and weight.shape[2] == columns else ""
+        _fail(f"B_t must have size {columns} in dimension 1 (the last of A), got {k}{cause}")
     _check_vector("offs", offs, tokens)
     e, got = weight.shape[0], offs.shape[0]
     if got > MAX_EXPERTS:
@@ -307,7 +301,7 @@ def _check(
         _warn_of_square(B_t)
 
 
-def _validate_groups(a: tuple[Quantized | None, Quantized | None], offs: Tensor) -> None:
+def _validate_groups(a: Given, offs: Tensor) -> None:
     for quantized in a:
         if quantized is None or quantized.offs is None or contents(offs) is None:
             continue
@@ -340,12 +334,7 @@ def _check_vector(arg: str, x: Tensor, A: Tensor) -> None:
     _check_device(arg, x, A)
 
 
-def _check_gradients(
-    a: tuple[Quantized | None, Quantized | None],
-    w: tuple[Quantized | None, Quantized | None],
-    recipe: Recipe,
-    needs: Needs,
-) -> None:
+def _check_gradients(a: Given, w: Given, recipe: Recipe, needs: Needs) -> None:
     if needs.B_t and a[0] is not None:
         if recipe.wgrad_high_precision:
             _fail("A must be a tensor where B_t needs a gradient in high precision, got a Quantized")

@@ -176,8 +176,8 @@ class Tokens(Rows):
             return self.slots.taken(_mm(self.x, m.side_by_side().mT))
         m_t = m.by_expert().mT
         if groups.indices is None:  # rows behind the last group may hold anything
-            of = groups.offs
-            return zero_tail(_mm(self.x, m_t), of) if m.is_shared else bf16_product(self.x, m_t[:-1], of)
+            offs = groups.offs
+            return zero_tail(_mm(self.x, m_t), offs) if m.is_shared else bf16_product(self.x, m_t[:-1], offs)
         if not m.is_shared:
             return _product(self.rows(), m_t, self.slots)
         return _permute_pad(_mm(self.x, m_t), groups.indices, groups.top_k)  # multiplied once a token, not once a slot
@@ -233,21 +233,13 @@ def _plus(out: Tensor, x: Tensor) -> Tensor:
     return out + x if torch.compiler.is_compiling() else out.add_(x)
 
 
-def _like_out(out: Tensor, u: Tensor, m: Tensor) -> Tensor:
-    return torch.empty_like(out)
-
-
-@python_op("moe_fp8_ext::addmm", _like_out)
+@python_op("moe_fp8_ext::addmm", lambda out, u, m: torch.empty_like(out))
 def _addmm(out: Tensor, u: Tensor, m: Tensor) -> Tensor:
     """out + u @ m, rounded once. Inductor splits torch's own op into a product and a sum, and rounds both."""
     return torch.addmm(out, u, m)
 
 
-def _like_y(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor | None, p: float) -> Tensor:
-    return y.new_empty(y.shape)
-
-
-@python_op("moe_fp8_ext::add_low_rank", _like_y)
+@python_op("moe_fp8_ext::add_low_rank", lambda y, *_: y.new_empty(y.shape))
 def _add_low_rank(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor | None, p: float) -> Tensor:
     """y + u @ m. One op, so that a policy of selective checkpointing that saves products does not save u @ m too."""
     wide = _mm(u, m) if m.dim() == 2 else bf16_product(u, m, covered, covered=True)

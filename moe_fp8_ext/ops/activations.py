@@ -13,7 +13,6 @@ from moe_fp8_ext.ops.checks import (
     check_indices,
     check_indices_with_top_k,
     check_one_of,
-    check_rounding,
     check_scale,
     check_shape,
     dtype_name,
@@ -22,7 +21,6 @@ from moe_fp8_ext.ops.checks import (
     require,
 )
 from moe_fp8_ext.ops.dispatch import differentiable_once, fake, register_gradient, unit_stride
-from moe_fp8_ext.quantization.format import Format, padded_extent
 
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
@@ -365,8 +363,7 @@ def _(op, x, offs, scores, indices, top_k):
 def _(op, h, activation, format, bias, offs, interleaved, keep_h, dtype, rounding):
     rows, columns = h.shape
     shape = rows, _features(op, h, activation)
-    format = check_format(op, format)
-    check_rounding(op, format, rounding)
+    format = check_format(op, format, rounding)
     groups = None
     if offs is not None and format.order == "blocked":
         groups = offs.shape[0]
@@ -374,18 +371,17 @@ def _(op, h, activation, format, bias, offs, interleaved, keep_h, dtype, roundin
     if bias is not None:
         require(offs is not None, f"{op}: offs must be given with bias, got None")
         _check_bias(op, bias, "h", h, offs)
-    dtype = fp8_dtype(op, dtype, h)
-    h_q_shape = rows if keep_h else 0, columns
-    return (
-        h.new_empty(shape, dtype=dtype),
-        format.scale_of_rows(shape, groups).empty(h, format.scale_dtype),
-        h.new_empty(h_q_shape, dtype=dtype),
-        format.scale_of_rows(h_q_shape).empty(h, format.scale_dtype),
-    )
+    dtype, h_q_shape = fp8_dtype(op, dtype, h), (rows if keep_h else 0, columns)
+    return *format.empty_rows(h, shape, dtype, groups), *format.empty_rows(h, h_q_shape, dtype)
 
 
-def _check_gradients(op, grad, h, activation, scores, h_scale, indices) -> tuple[tuple[int, int], Tensor]:
-    """Checks the tensors that both gradient ops take; returns the shape of a and an empty grad_scores."""
+def _check_gradients(
+    op, grad, h, activation, scores, h_scale, format, indices, interleaved
+) -> tuple[tuple[int, int], Tensor]:
+    """Checks the arguments that all gradient ops take, with the format of h if h_scale is given.
+
+    Returns the shape of a and an empty grad_scores.
+    """
     dtypes = INPUT_DTYPES if h_scale is None else FP8_DTYPES
     require(h.dtype in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {h.dtype}")
     require(h_scale is not None or grad.dtype == h.dtype, f"{op}: grad must be, like h, {h.dtype}, got {grad.dtype}")
@@ -396,85 +392,44 @@ def _check_gradients(op, grad, h, activation, scores, h_scale, indices) -> tuple
     if indices is not None:
         require(scores is not None, f"{op}: scores must be given with indices, got None")
         check_shape(op, "indices", indices, shape[:1])
+    if h_scale is not None:
+        format = check_format(op, format)
+        check_scale(op, "h_scale", h_scale, format, format.scale_of_rows(h.shape).shape)
     slots = shape[:1] if indices is None else scores.shape
     return shape, h.new_empty(slots, dtype=torch.float32)
 
 
-def _check_h_scale(op: str, h: Tensor, h_scale: Tensor, format: Format) -> None:
-    check_scale(op, "h_scale", h_scale, format, format.scale_of_rows(h.shape).shape)
-
-
 @fake(_activate_backward)
-def _(op, grad, h, activation, scores, h_scale, format, indices, interleaved):
-    shape, grad_scores = _check_gradients(op, grad, h, activation, scores, h_scale, indices)
-    if h_scale is None:
-        require(format is None, f"{op}: h_scale must be given with format, got None")
-    else:
-        require(format is not None, f"{op}: format must be given with h_scale, got None")
-        _check_h_scale(op, h, h_scale, check_format(op, format))
+def _(op, grad, h, h_scale, format, **others):
+    require(h_scale is not None or format is None, f"{op}: h_scale must be given with format, got None")
+    require(h_scale is None or format is not None, f"{op}: format must be given with h_scale, got None")
+    shape, grad_scores = _check_gradients(op, grad, h, h_scale=h_scale, format=format, **others)
     return grad.new_empty(h.shape), grad.new_empty(shape), grad_scores
 
 
 @fake(_quantize_activated_backward)
-def _(
-    op,
-    grad,
-    h,
-    activation,
-    format,
-    offs,
-    scores,
-    h_scale,
-    indices,
-    interleaved,
-    align,
-    dtype,
-    grad_dtype,
-    rounding,
-    amax,
-    sum_grad_h,
-):
-    (rows, features), grad_scores = _check_gradients(op, grad, h, activation, scores, h_scale, indices)
-    format = check_format(op, format)
-    if h_scale is not None:
-        _check_h_scale(op, h, h_scale, format)
-    check_rounding(op, format, rounding)
+def _(op, h, format, offs, align, dtype, grad_dtype, rounding, amax, sum_grad_h, **others):
+    (rows, features), grad_scores = _check_gradients(op, h=h, format=format, **others)
+    format = check_format(op, format, rounding)
     check_amax(op, format, amax)
     e = offs.shape[0]
     align = check_groups(op, e, "h", rows, format, align)
     dtype = fp8_dtype(op, dtype, h)
     grad_dtype = dtype if grad_dtype is None else fp8_dtype(op, grad_dtype, h, "grad_dtype")
-    positions, blocks = padded_extent(rows, e, align), format.token_blocks(rows, e, align)
-
-    def outputs_along_tokens(columns, dtype, amax="group"):
-        scale_t = format.scale_of_tokens(columns, blocks, e, amax).empty(h, format.scale_dtype)
-        return h.new_empty((columns, positions), dtype=dtype), scale_t
-
-    scale = format.scale_of_rows(h.shape, e).empty(h, format.scale_dtype)
-    outputs = h.new_empty(h.shape, dtype=grad_dtype), scale, *outputs_along_tokens(h.shape[1], grad_dtype)
-    outputs += outputs_along_tokens(features, dtype, amax)
+    outputs = format.empty_rows(h, h.shape, grad_dtype, e)
+    outputs += format.empty_tokens(h, rows, h.shape[1], grad_dtype, e, align)
+    outputs += format.empty_tokens(h, rows, features, dtype, e, align, amax)
     grad_bias = h.new_empty((e if sum_grad_h else 0, h.shape[1]), dtype=torch.float32)
     return *outputs, h.new_empty((e,), dtype=torch.int32), grad_scores, grad_bias
 
 
 @fake(_quantize_activated_backward_rows)
-def _(
-    op, grad, h, activation, format, offs, scores, h_scale, indices, interleaved, keep_grad_h, keep_a, dtype, rounding
-):
-    (rows, features), grad_scores = _check_gradients(op, grad, h, activation, scores, h_scale, indices)
-    format = check_format(op, format)
-    if h_scale is not None:
-        _check_h_scale(op, h, h_scale, format)
-    check_rounding(op, format, rounding)
-    groups = None
-    dtype = fp8_dtype(op, dtype, h)
+def _(op, grad, h, format, offs, keep_grad_h, keep_a, dtype, rounding, **others):
+    (rows, features), grad_scores = _check_gradients(op, grad, h, format=format, **others)
+    format = check_format(op, format, rounding)
+    dtype, e = fp8_dtype(op, dtype, h), offs.shape[0]
     if format.order == "blocked":
-        groups = offs.shape[0]
-        check_groups(op, groups, "h", rows, format, None)
-    return (
-        h.new_empty(h.shape, dtype=dtype),
-        format.scale_of_rows(h.shape, groups).empty(h, format.scale_dtype),
-        grad.new_empty((rows if keep_grad_h else 0, h.shape[1])),
-        grad.new_empty((rows if keep_a else 0, features)),
-        grad_scores,
-    )
+        check_groups(op, e, "h", rows, format, None)
+    grad_h = grad.new_empty((rows if keep_grad_h else 0, h.shape[1]))
+    a = grad.new_empty((rows if keep_a else 0, features))
+    return *format.empty_rows(h, h.shape, dtype, e), grad_h, a, grad_scores

@@ -245,14 +245,11 @@ def check_one_of(op: str, arg: str, value: str, names: Sequence[str], where: str
         fail(op, f"{arg} must be {either(quoted)}{where}, got '{value}'")
 
 
-def check_format(op: str, format: str) -> Format:
+def check_format(op: str, format: str, rounding: str | None = None) -> Format:
     check_one_of(op, "format", format, list(FORMATS))
-    return FORMATS[format]
-
-
-def check_rounding(op: str, format: Format, rounding: str | None) -> None:
     if rounding is not None:
-        check_one_of(op, "rounding", rounding, format.roundings, f" with format '{format.name}'")
+        check_one_of(op, "rounding", rounding, FORMATS[format].roundings, f" with format '{format}'")
+    return FORMATS[format]
 
 
 def check_amax(op: str, format: Format, amax: str) -> None:
@@ -289,6 +286,22 @@ def check_scale_of_tokens(
     check_size(op, arg, got_blocks, "blocks")
 
 
+def check_scale_of_operand(
+    op: str, q: Tensor, scale: Tensor, format: Format, along_tokens: bool, e: int | None
+) -> None:
+    """Checks the argument `scale`, the scales of an operand q with e groups."""
+    if along_tokens:
+        check_scale_of_tokens(op, "scale", scale, format, *q.shape, e)
+    else:
+        check_scale(op, "scale", scale, format, format.scale_of_operand(q.shape, False, e).shape)
+
+
+def check_padded(op: str, arg: str, size: int, e: int, along_tokens: bool) -> None:
+    """Checks the room for the scales of e groups of `size` rows, or of positions along tokens."""
+    what = "columns with padding" if along_tokens else "rows with padding"
+    check_size(op, arg, padded_extent(size, e, GROUP_SCALES), what)
+
+
 def check_align(
     op: str, align: int, arg: str, rows: int, experts: int, min_align: int = 1, max_align: int = MAX_ALIGN
 ) -> None:
@@ -316,10 +329,8 @@ def check_indices(op: str, rows: int, top_k: int) -> None:
     """Checks how many indices there are: top_k slots for each of `rows` rows."""
     require(top_k >= 1, f"{op}: top_k must be at least 1, got {top_k}")
     if isinstance(rows, int):
-        require(
-            rows * top_k <= MAX_ROWS and top_k <= MAX_ROWS,
-            f"{op}: top_k must give at most {MAX_ROWS} slots to {rows} rows, got {top_k}",
-        )
+        text = f"{op}: top_k must give at most {MAX_ROWS} slots to {rows} rows, got {top_k}"
+        require(rows * top_k <= MAX_ROWS and top_k <= MAX_ROWS, text)
 
 
 def default_fp8_dtype(device: torch.device | str) -> torch.dtype:

@@ -8,13 +8,12 @@ from moe_fp8_ext.ops.checks import (
     check_dims,
     check_format,
     check_one_of,
-    check_scale,
-    check_scale_of_tokens,
+    check_padded,
+    check_scale_of_operand,
     check_size,
     require,
 )
 from moe_fp8_ext.ops.dispatch import fake
-from moe_fp8_ext.quantization.format import GROUP_SCALES, padded_extent
 
 _dequantize = torch.ops.moe_fp8.dequantize.default
 
@@ -75,14 +74,8 @@ def _(op, q, scale, format, along, offs, out_dtype):
     if offs is not None:
         e = offs.shape[0]
         if format.block and (along_tokens or (format.order == "blocked" and q.dim() == 2)):
-            padded = padded_extent(q.shape[1 if along_tokens else 0], e, GROUP_SCALES)
-            check_size(op, "q", padded, "columns with padding" if along_tokens else "rows with padding")
+            check_padded(op, "q", q.shape[1 if along_tokens else 0], e, along_tokens)
     if not takes_any_dims:
         check_size(op, "q", q.shape[-2], "rows")
-    if along_tokens:
-        check_scale_of_tokens(op, "scale", scale, format, *q.shape, e)
-    elif not takes_any_dims and q.dim() == 3:
-        check_scale(op, "scale", scale, format, format.scale_of_weight(*q.shape).shape)
-    else:
-        check_scale(op, "scale", scale, format, format.scale_of_rows(q.shape, e).shape)
+    check_scale_of_operand(op, q, scale, format, along_tokens, e)
     return torch.empty(q.shape, dtype=out_dtype, device=q.device)

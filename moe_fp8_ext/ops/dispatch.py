@@ -277,8 +277,8 @@ def python_op(name: str, fake: Callable) -> Callable[[Callable], OpOverload]:
         torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
         torch.library.impl(name, "default", function)
         torch.library.register_fake(name, fake)
-        namespace, _, of_namespace = name.partition("::")
-        return getattr(getattr(torch.ops, namespace), of_namespace).default
+        namespace, _, own_name = name.partition("::")
+        return getattr(getattr(torch.ops, namespace), own_name).default
 
     return register
 

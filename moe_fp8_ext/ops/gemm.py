@@ -8,15 +8,14 @@ from moe_fp8_ext.ops.checks import (
     check_format,
     check_indices,
     check_indices_with_top_k,
-    check_rounding,
+    check_padded,
     check_scale,
     check_scale_of_tokens,
     check_shape,
-    check_size,
     require,
 )
 from moe_fp8_ext.ops.dispatch import count_writes, fake
-from moe_fp8_ext.quantization.format import GROUP_SCALES, MAX_ALIGN, padded_extent
+from moe_fp8_ext.quantization.format import MAX_ALIGN
 
 _scaled_grouped_mm = torch.ops.moe_fp8.scaled_grouped_mm.default
 _add_scaled_grouped_mm = torch.ops.moe_fp8.add_scaled_grouped_mm.default
@@ -149,9 +148,11 @@ def _check_scales(op, a, b, scale_a, scale_b, format, e, indices) -> None:
     check_scale(op, "scale_b", scale_b, format, shape_of_b)
 
 
-def _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, rounding, indices=None, top_k=None) -> tuple:
+def _checked_shape(
+    op, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding, indices=None, top_k=None
+) -> tuple:
     """Checks the operands of either op; returns the shape of the product."""
-    format = check_format(op, format)
+    format = check_format(op, format, rounding)
     (m, k), n, grouped_rows = a.shape, b.shape[-1], b.dim() == 3
     check_indices_with_top_k(op, indices, top_k)
     arg = "a"
@@ -159,29 +160,23 @@ def _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, rounding, in
         require(grouped_rows, f"{op}: indices must be None with b of 2 dimensions, got a tensor")
         check_indices(op, m, top_k)
         arg, m = "indices", indices.shape[0]
-    require(
-        b.shape[-2] == k,
-        f"{op}: b must have size {k} in dimension {b.dim() - 2} (the last of a), got {b.shape[-2]}",
-    )
+    text = f"{op}: b must have size {k} in dimension {b.dim() - 2} (the last of a), got {b.shape[-2]}"
+    require(b.shape[-2] == k, text)
     e = offs.shape[0]
     if grouped_rows:
         text = f"{op}: b must hold one expert for each of the {e} entries of offs, got {b.shape[0]}"
         require(b.shape[0] == e, text)
     ok = 1 <= align <= MAX_ALIGN and align & (align - 1) == 0
     require(ok, f"{op}: align must be a power of two from 1 to {MAX_ALIGN}, got {align}")
-    check_rounding(op, format, rounding)
     if format.block:
-        padded = padded_extent(m if grouped_rows else k, e, GROUP_SCALES)
-        check_size(op, arg, padded, "rows with padding" if grouped_rows else "columns with padding")
+        check_padded(op, arg, m if grouped_rows else k, e, along_tokens=not grouped_rows)
     _check_scales(op, a, b, scale_a, scale_b, format, e, indices)
     return (m, n) if grouped_rows else (e, m, n)
 
 
 @fake(_scaled_grouped_mm)
-def _(
-    op, a, b, scale_a, scale_b, format, offs, indices, top_k, align, out_dtype, use_fast_accum, rounding, out_transposed
-):
-    shape = _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, rounding, indices, top_k)
+def _(op, a, b, out_dtype, out_transposed, **operands):
+    shape = _checked_shape(op, a, b, **operands)
     out_dtype = out_dtype or torch.bfloat16
     ok = out_dtype in (torch.bfloat16, torch.float32)
     require(ok, f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
@@ -193,6 +188,5 @@ def _(
 
 
 @fake(_add_scaled_grouped_mm)
-def _(op, total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding):
-    shape = _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, rounding)
-    check_shape(op, "total", total, shape)
+def _(op, total, **operands):
+    check_shape(op, "total", total, _checked_shape(op, **operands))

@@ -8,7 +8,6 @@ from moe_fp8_ext.ops.checks import (
     check_dim,
     check_format,
     check_indices,
-    check_rounding,
     fp8_dtype,
 )
 from moe_fp8_ext.ops.dispatch import fake
@@ -123,8 +122,7 @@ def _(op, x, topk_ids, topk_scores, scale, indices, top_k, num_experts):
 
 @fake(_quantize_and_pack)
 def _(op, x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype, rounding):
-    format = check_format(op, format)
-    check_rounding(op, format, rounding)
+    format = check_format(op, format, rounding)
     check_dim(op, "inverse", inverse, 0, x.shape[0])
     check_indices(op, x.shape[0], max(inverse.shape[1], 1))
     fp8_dtype(op, dtype, x)

@@ -9,12 +9,12 @@ from moe_fp8_ext.ops.checks import (
     check_count,
     check_format,
     check_indices,
+    check_padded,
     check_scale,
-    check_size,
     require,
 )
 from moe_fp8_ext.ops.dispatch import fake, register_gradient, unit_stride
-from moe_fp8_ext.quantization.format import GROUP_SCALES, MAX_COUNTS, MAX_EXPERTS, padded_extent
+from moe_fp8_ext.quantization.format import MAX_COUNTS, MAX_EXPERTS, padded_extent
 
 _permute_indices = torch.ops.moe_fp8.permute_indices.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
@@ -184,8 +184,8 @@ def _(op, q, scale, format, indices, top_k, offs):
     if offs is not None:
         e = offs.shape[0]
         if format.order == "blocked":
-            check_size(op, "indices", padded_extent(shape[0], e, GROUP_SCALES), "rows with padding")
-    return q.new_empty(shape), format.scale_of_rows(shape, e).empty(q, format.scale_dtype)
+            check_padded(op, "indices", shape[0], e, along_tokens=False)
+    return format.empty_rows(q, shape, q.dtype, e)
 
 
 @fake(_unpermute)

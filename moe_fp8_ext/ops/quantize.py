@@ -13,12 +13,10 @@ from moe_fp8_ext.ops.checks import (
     check_indices,
     check_indices_with_top_k,
     check_one_of,
-    check_rounding,
     check_size,
     fp8_dtype,
 )
 from moe_fp8_ext.ops.dispatch import fake
-from moe_fp8_ext.quantization.format import padded_extent
 
 _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
@@ -212,27 +210,18 @@ def quantize_weight(
     return _quantize_weight(w, format, dtype, rounding, directions)
 
 
-def _check_rows(op: str, x: Tensor, indices: Tensor | None, top_k: int | None) -> tuple[str, int]:
-    """Checks x as a matrix, and the indices; returns the name of the argument that has the rows, and their number."""
-    check_dims(op, "x", x, 2, 2)
-    check_size(op, "x", x.shape[0], "rows")
-    if indices is None:
-        return "x", x.shape[0]
-    check_indices(op, x.shape[0], top_k)
-    return "indices", indices.shape[0]
-
-
 def _outputs(along_rows, along_tokens, op, x, format, offs, indices, top_k, dtype, rounding, align=None, amax="group"):
-    format = check_format(op, format)
-    check_rounding(op, format, rounding)
+    format = check_format(op, format, rounding)
     check_amax(op, format, amax)
     check_indices_with_top_k(op, indices, top_k)
+    arg, shape = "x", tuple(x.shape)
     if format.block or along_tokens or indices is not None:
-        arg, rows = _check_rows(op, x, indices, top_k)
-        shape = rows, x.shape[1]
-    else:
-        arg, shape = "x", tuple(x.shape)
-    e, k = None, x.shape[-1]
+        check_dims(op, "x", x, 2, 2)
+        check_size(op, "x", x.shape[0], "rows")
+        if indices is not None:
+            check_indices(op, x.shape[0], top_k)
+            arg, shape = "indices", (indices.shape[0], x.shape[1])
+    e, rows = None, shape[0]
     if along_tokens or offs is not None:
         e = offs.shape[0]
     if e is not None and (along_tokens or format.order == "blocked"):
@@ -241,13 +230,10 @@ def _outputs(along_rows, along_tokens, op, x, format, offs, indices, top_k, dtyp
     outputs = []
     if along_rows:
         q_shape = tuple(x.shape) if amax == "batch" else shape
-        scale = format.scale_of_rows(q_shape, e).empty(x, format.scale_dtype)
-        outputs += [x.new_empty(q_shape, dtype=dtype), scale]
+        outputs += format.empty_rows(x, q_shape, dtype, e)
     if along_tokens:
-        layout = format.scale_of_tokens(k, format.token_blocks(rows, e, align), e, amax)
-        scale_t = layout.empty(x, format.scale_dtype)
-        q_t = x.new_empty((k, padded_extent(rows, e, align)), dtype=dtype)
-        outputs += [q_t, scale_t, x.new_empty((e,), dtype=torch.int32)]
+        outputs += format.empty_tokens(x, *shape, dtype, e, align, amax)
+        outputs.append(x.new_empty((e,), dtype=torch.int32))
     return tuple(outputs)
 
 
@@ -258,8 +244,7 @@ fake(_quantize_both)(partial(_outputs, True, True))
 
 @fake(_quantize_weight)
 def _(op, w, format, dtype, rounding, directions):
-    format = check_format(op, format)
-    check_rounding(op, format, rounding)
+    format = check_format(op, format, rounding)
     check_one_of(op, "directions", directions, _DIRECTIONS)
     dtype = fp8_dtype(op, dtype, w)
     outputs = []

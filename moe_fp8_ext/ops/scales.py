@@ -7,14 +7,14 @@ from moe_fp8_ext.ops.checks import (
     check_count,
     check_dims,
     check_one_of,
-    check_scale,
-    check_scale_of_tokens,
+    check_padded,
+    check_scale_of_operand,
     check_shape,
     check_size,
     require,
 )
 from moe_fp8_ext.ops.dispatch import fake
-from moe_fp8_ext.quantization.format import FORMATS, GROUP_SCALES, blocked_shape, padded_extent
+from moe_fp8_ext.quantization.format import FORMATS, blocked_shape
 
 _swizzle_scales = torch.ops.moe_fp8.swizzle_scales.default
 _unswizzle_scales = torch.ops.moe_fp8.unswizzle_scales.default
@@ -149,23 +149,14 @@ def _(op, blocked, rows, cols, groups, offs):
 @fake(_expand_scales)
 def _(op, q, scale, along, offs):
     check_one_of(op, "along", along, ("rows", "tokens"))
-    along_tokens, weight, e = along == "tokens", q.dim() == 3, None
+    along_tokens, e = along == "tokens", None
     if along_tokens:
         check_dims(op, "q", q, 2, 2)
         require(offs is not None, f"{op}: offs must be given along tokens, got None")
-    require(offs is None or not weight, f"{op}: offs must be None for a weight, got a tensor")
+    require(offs is None or q.dim() != 3, f"{op}: offs must be None for a weight, got a tensor")
     if offs is not None:
         e = offs.shape[0]
-        padded = padded_extent(q.shape[1 if along_tokens else 0], e, GROUP_SCALES)
-        check_size(op, "q", padded, "columns with padding" if along_tokens else "rows with padding")
-    blockwise, mxfp8 = FORMATS["blockwise"], FORMATS["mxfp8"]
-    if along_tokens:
-        check_scale_of_tokens(op, "scale", scale, blockwise, *q.shape, e)
-        layout = mxfp8.scale_of_tokens(q.shape[0], mxfp8.blocks(q.shape[1]), e)
-    elif weight:
-        check_scale(op, "scale", scale, blockwise, blockwise.scale_of_weight(*q.shape).shape)
-        layout = mxfp8.scale_of_weight(*q.shape)
-    else:
-        check_scale(op, "scale", scale, blockwise, blockwise.scale_of_rows(q.shape, e).shape)
-        layout = mxfp8.scale_of_rows(q.shape, e)
-    return layout.empty(q, mxfp8.scale_dtype)
+        check_padded(op, "q", q.shape[1 if along_tokens else 0], e, along_tokens)
+    check_scale_of_operand(op, q, scale, FORMATS["blockwise"], along_tokens, e)
+    mxfp8 = FORMATS["mxfp8"]
+    return mxfp8.scale_of_operand(q.shape, along_tokens, e).empty(q, mxfp8.scale_dtype)

@@ -73,16 +73,10 @@ def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_token
     return _unpad_token_groups(y, offs, padded_starts, num_tokens)
 
 
-def _save_pad(ctx, inputs, output):
-    x, offs, *_ = inputs
-    ctx.rows = x.shape[0]
-    ctx.save_for_backward(offs, output[1])
-
-
-def _save_copy(ctx, inputs, output):
-    x, offs, padded_starts, _ = inputs
-    ctx.rows = x.shape[0]
-    ctx.save_for_backward(offs, padded_starts)
+def _save(ctx, inputs, output):
+    ctx.rows = inputs[0].shape[0]
+    padded_starts = inputs[2] if isinstance(output, Tensor) else output[1]  # given or, by `pad_token_groups`, chosen
+    ctx.save_for_backward(inputs[1], padded_starts)
 
 
 def _pad_backward(ctx, grad, *_):
@@ -93,9 +87,9 @@ def _unpad_backward(ctx, grad):
     return (pad_token_groups_to(unit_stride(grad), *ctx.saved_tensors, ctx.rows),)
 
 
-register_gradient(_pad_token_groups, _save_pad, _pad_backward)
-register_gradient(_pad_token_groups_to, _save_copy, _pad_backward)
-register_gradient(_unpad_token_groups, _save_copy, _unpad_backward)
+register_gradient(_pad_token_groups, _save, _pad_backward)
+register_gradient(_pad_token_groups_to, _save, _pad_backward)
+register_gradient(_unpad_token_groups, _save, _unpad_backward)
 
 
 def _check_starts(op: str, starts: Tensor, offs: Tensor) -> None:

@@ -42,15 +42,11 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True)
 
 
-@_rounded.register_fake
-def _(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
-
-
 def _keep_dtype(ctx, inputs: tuple[Tensor, torch.dtype], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 
+_rounded.register_fake(lambda x, dtype: torch.empty_like(x, dtype=dtype))
 _rounded.register_autograd(lambda ctx, grad: (grad.to(ctx.dtype), None), setup_context=_keep_dtype)
 
 

@@ -117,6 +117,18 @@ class Format:
         (rows,) = leading
         return self._matrix_layout(rows, self.blocks(k), None if e is None else "rows", e)
 
+    def scale_of_operand(self, shape: Sequence[int], along_tokens: bool, e: int | None) -> Layout:
+        """The scales of [K, P] along tokens or, along rows, of [..., K] or a weight [E, rows, K]."""
+        if along_tokens:
+            return self.scale_of_tokens(shape[0], self.blocks(shape[1]), e)
+        return self.scale_of_weight(*shape) if len(shape) == 3 else self.scale_of_rows(shape, e)
+
+    def empty_rows(
+        self, like: Tensor, shape: Sequence[int], dtype: torch.dtype, e: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """An operand [..., K] along rows and its scales, without values, on the device of `like`."""
+        return like.new_empty(shape, dtype=dtype), self.scale_of_rows(shape, e).empty(like, self.scale_dtype)
+
     def squares(self, k: int) -> int:
         """The number of 128 x 128 squares across k features, with amax "square"."""
         return ceil_div(k, self.weight_rows)
@@ -125,6 +137,13 @@ class Format:
         """The scales of an operand [K, P] quantized along tokens, with `blocks` scaling blocks along P."""
         rows = self.squares(k) if amax == "square" else k
         return self._matrix_layout(rows, blocks, "columns", e) if self.block else Layout((e, k))
+
+    def empty_tokens(
+        self, like: Tensor, m: int, k: int, dtype: torch.dtype, e: int, align: int, amax: str = "group"
+    ) -> tuple[Tensor, Tensor]:
+        """[M, K] along tokens, [K, P], and its scales, without values, on the device of `like`."""
+        scale = self.scale_of_tokens(k, self.token_blocks(m, e, align), e, amax)
+        return like.new_empty((k, padded_extent(m, e, align)), dtype=dtype), scale.empty(like, self.scale_dtype)
 
     def scale_of_weight(self, e: int, rows: int, k: int) -> Layout:
         """The scales of a weight operand [E, rows, K]."""

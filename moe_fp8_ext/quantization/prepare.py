@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.quantization.casting import cast, lies_transposed, rounded, row_major
+from moe_fp8_ext.quantization.casting import cast, lies_transposed, row_major
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Rule
 from moe_fp8_ext.quantization.tensor import Quantized
@@ -62,19 +62,11 @@ class DeferredWeight(Tensor):
 def fp8_weight(
     w: Tensor, dtype: torch.dtype, rule: Rule, transposed: bool, frozen: bool = False
 ) -> tuple[Operand, Operand]:
-    """Makes the operand of w [E, N, K] in fp8 for a product that sums over K.
-
-    Args:
-        dtype: w is cast to it before it is quantized: torch.autocast's dtype if that is on, otherwise w's dtype.
-        transposed: whether the gradient of the input needs the second operand.
-        frozen: whether w needs no gradient. Then w itself is kept, and backward makes its second operand.
-
-    Returns:
-        the operand, and the first argument of `second_fp8_weight`: NOTHING without `transposed`.
-    """
+    """Makes what `Bf16Engine.weight` describes in fp8."""
     if isinstance(w, DeferredWeight):
         return w.operand(dtype, rule), Operand(w) if transposed else NOTHING
-    by_reference = transposed and frozen and not _is_inference(w)
+    # Autograd refuses to save an inference tensor. A compiled graph has none.
+    by_reference = transposed and frozen and (torch.compiler.is_compiling() or not w.is_inference())
     directions = "both" if transposed and not by_reference else "rows"
     q, scale, q_t, scale_t = reused(_quantize, w, dtype, *rule) or _quantize(w, dtype, *rule, directions)
     kept = Operand(w) if by_reference else Operand(q_t, scale_t)
@@ -82,70 +74,39 @@ def fp8_weight(
 
 
 def second_fp8_weight(kept: Operand, dtype: torch.dtype, rule: Rule, gradient: Tensor) -> Operand:
-    """Makes the operand for a product that sums over N, from what forward kept.
-
-    Args:
-        dtype, rule: as in forward.
-        gradient: any tensor that depends on the gradient of the output.
-    """
+    """Makes what `Bf16Engine.second_weight` describes in fp8, by the rule of forward."""
     w, scale, _ = kept
     if isinstance(w, DeferredWeight):
         return w.transposed_operand()
     if scale is not None and (not FORMATS[rule.format].has_square_blocks or _has_rows_along_memory(w)):
         return kept
-    if torch.compiler.is_compiling():
-        return Operand(*_second_of_graph(w, scale, gradient, dtype, *rule))
-    return Operand(*_second(w, scale, dtype, *rule))
+    make = _second_of_graph if torch.compiler.is_compiling() else _second
+    return Operand(*make(w, scale, gradient, dtype, *rule))
 
 
 def _second(
-    w: Tensor, scale: Tensor | None, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str
+    w: Tensor,
+    scale: Tensor | None,
+    gradient: Tensor,
+    w_dtype: torch.dtype,
+    format: str,
+    dtype: torch.dtype | None,
+    rounding: str,
 ) -> tuple[Tensor, Tensor]:
     """Returns the second direction of a weight [E, N, K], or of the transposed view [E, K, N] of its first direction,
-    which has scales."""
+    which has scales.
+
+    Without the gradient, which it does not read, a compiled graph would call it in forward, and keep the result for
+    backward.
+    """
     if scale is not None:
         return transposed_squares(row_major(w.mT), scale.mT)
     rule = w_dtype, format, dtype, rounding
     return (reused(_quantize, w, *rule) or _quantize(w, *rule, "transposed"))[2:]
 
 
-@torch.library.custom_op("moe_fp8_ext::second_weight", mutates_args=())
-def _second_of_graph(
-    w: Tensor,
-    scale: Tensor | None,
-    gradient: Tensor,
-    w_dtype: torch.dtype,
-    format: str,
-    dtype: torch.dtype | None,
-    rounding: str,
-) -> tuple[Tensor, Tensor]:
-    """`_second` for compiled graphs. Without the gradient as an argument, torch would call it in forward, and keep the
-    result for backward."""
-    return _second(w, scale, w_dtype, format, dtype, rounding)
-
-
-@_second_of_graph.register_fake
-def _(
-    w: Tensor,
-    scale: Tensor | None,
-    gradient: Tensor,
-    w_dtype: torch.dtype,
-    format: str,
-    dtype: torch.dtype | None,
-    rounding: str,
-) -> tuple[Tensor, Tensor]:
-    return _second(w, scale, w_dtype, format, dtype, rounding)
-
-
-def bf16_weight(w: Tensor, dtype: torch.dtype, transposed: bool, frozen: bool = False) -> tuple[Operand, Operand]:
-    """Makes the operand in bfloat16, and the first argument of `second_bf16_weight`."""
-    values = cast(w if dtype == torch.bfloat16 else rounded(w, dtype), torch.bfloat16)
-    return Operand(values), Operand(w if frozen else values) if transposed else NOTHING
-
-
-def second_bf16_weight(kept: Operand, dtype: torch.dtype, frozen: bool) -> Operand:
-    values = bf16_weight(kept.values, dtype, transposed=False)[0].values if frozen else kept.values
-    return Operand(values.mT)
+_second_of_graph = torch.library.custom_op("moe_fp8_ext::second_weight", _second, mutates_args=())
+_second_of_graph.register_fake(_second)
 
 
 def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -> tuple[Operand, Operand]:
@@ -156,8 +117,8 @@ def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -
     """
     first, other = pair
     operand, is_whole = Operand(first.q, first.scale), first.q.dim() == 3 and FORMATS[first.format].has_square_blocks
-    if is_whole:
-        operand = _along_rows(operand)
+    if is_whole and not _has_rows_along_memory(first.q):  # a transposed view, which products do not take
+        operand = Operand(*transposed_squares(row_major(first.q.mT), first.scale.mT))
     if second and other is not None:
         return operand, Operand(other.q, other.scale)
     return operand, Operand(first.q.mT, first.scale.mT) if second and is_whole else NOTHING
@@ -184,19 +145,8 @@ def transposed_squares(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return _transpose_weight(q), scale.mT.clone(memory_format=torch.contiguous_format)
 
 
-def _along_rows(w: Operand) -> Operand:
-    """Returns the operand with contiguous rows, as products take it: itself, or a copy of a transposed view."""
-    q, scale, _ = w
-    return w if _has_rows_along_memory(q) else Operand(*transposed_squares(row_major(q.mT), scale.mT))
-
-
 def _has_rows_along_memory(q: Tensor) -> bool:
     return q.stride(-1) == 1 or q.shape[-1] == 1
-
-
-def _is_inference(w: Tensor) -> bool:
-    """Whether autograd refuses to save w. A compiled graph has no such tensors."""
-    return not torch.compiler.is_compiling() and w.is_inference()
 
 
 def _quantize(

@@ -99,9 +99,8 @@ class Recipe:
         if self.name == "bf16":
             _require(self.format is None, "format", 'None with name "bf16"', self.format)
         else:
-            if self.format is None:
-                names = ("bf16", "auto", *FORMATS)
-                _require(False, "name", f"{_quoted(names)}, or come with a format", self.name)
+            names = _quoted(["bf16", "auto", *FORMATS])
+            _require(self.format is not None, "name", f"{names}, or come with a format", self.name)
             known = [self.name] if self.name in FORMATS else list(FORMATS)
             _require(self.format in known, "format", f"{_quoted(known)} with name {self.name!r}", self.format)
         for field in ("dtype", "grad_dtype"):
@@ -174,9 +173,8 @@ class Recipe:
         """
         if not self.bf16_where_faster:
             return self
-        return self._fastest(
-            "layer", layer_work(slots, hidden, intermediate, experts, gated), experts, hidden, intermediate
-        )
+        work = layer_work(slots, hidden, intermediate, experts, gated)
+        return self._fastest("layer", work, experts, hidden, intermediate)
 
     def for_grouped_mm(self, rows: int, k: int, n: int, experts: int) -> Recipe:
         """Returns the recipe that `grouped_mm` computes with for A [rows, k] and B_t [experts, k, n].

@@ -70,8 +70,7 @@ class Quantized:
             RuntimeError: q or scale are not as above; the text names the argument and the expected value.
         """
         op = "Quantized.from_parts"
-        check_format(op, format)
-        f = FORMATS[format]
+        f = check_format(op, format)
         for name, t in (("q", q), ("scale", scale)):
             require(isinstance(t, Tensor), f"{op}: {name} must be a tensor, got {type(t).__name__}")
         if hasattr(q, "placements") or hasattr(scale, "placements"):  # isinstance would import DTensor, which is slow
@@ -152,6 +151,8 @@ torch.serialization.add_safe_globals([Quantized])  # for torch.load(weights_only
 
 # Two directions of one tensor. The first is along rows. The second is along tokens or, for a weight, its transpose.
 Pair = tuple[Quantized, Quantized]
+# What `given` returns: a pair, its first alone, or None twice for a tensor.
+Given = tuple[Quantized | None, Quantized | None]
 # The ways out, for errors about a weight in one direction.
 ONE_DIRECTION = "pass both of the pair, or a weight in format 'blockwise', which serves both directions alone"
 _OP = "scaled_grouped_mm"
@@ -188,8 +189,7 @@ def quantize_tokens(
     q_t, scale_t, padded_offs = ops.quantize_tokens(
         x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding, amax=amax
     )
-    of_rule = _rounding(format, rounding)
-    return Quantized(q_t, scale_t, format, "tokens", padded_offs, _align(format, align), rounding=of_rule)
+    return _along_tokens(q_t, scale_t, format, padded_offs, align, rounding)
 
 
 def quantize_both(
@@ -213,9 +213,8 @@ def quantize_both(
     q, scale, q_t, scale_t, padded_offs = ops.quantize_both(
         x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding, amax=amax
     )
-    of_rule = _rounding(format, rounding)
-    tokens = Quantized(q_t, scale_t, format, "tokens", padded_offs, _align(format, align), rounding=of_rule)
-    return Quantized(q, scale, format, "rows", offs, rounding=of_rule), tokens
+    rows = Quantized(q, scale, format, "rows", offs, rounding=_rounding(format, rounding))
+    return rows, _along_tokens(q_t, scale_t, format, padded_offs, align, rounding)
 
 
 def quantize_weight(
@@ -234,9 +233,9 @@ def quantize_weight(
     else:
         w = row_major(w) if isinstance(w, Tensor) and w.dim() == 3 else w  # the op refuses all else
         q, scale, q_t, scale_t = ops.quantize_weight(w, format, dtype=dtype, rounding=rounding)
-    of_rule = _rounding(format, rounding)
-    first = Quantized(q, scale, format, rounding=of_rule)
-    return first, Quantized(q_t, scale_t, format, transposed=True, rounding=of_rule)
+    rounding = _rounding(format, rounding)
+    first = Quantized(q, scale, format, rounding=rounding)
+    return first, Quantized(q_t, scale_t, format, transposed=True, rounding=rounding)
 
 
 def scaled_grouped_mm(
@@ -266,8 +265,10 @@ def scaled_grouped_mm(
     Raises:
         RuntimeError: the operands do not fit together; the text names the argument.
     """
-    _check_quantized("a", a)
-    _check_quantized("b", b)
+    for arg, x in (("a", a), ("b", b)):
+        if not isinstance(x, Quantized):
+            fail(_OP, f"{arg} must be a Quantized, got {type(x).__name__}")
+        _check_tensors(_OP, arg, x)
     check_format(_OP, a.format)
     check_one_of(_OP, "along of a", a.along, ("rows", "tokens"))
     if b.format != a.format:
@@ -287,29 +288,13 @@ def scaled_grouped_mm(
     if offs is None:
         fail(_OP, "offs must be given where a has none, got None")
     scale_b = FORMATS[b.format].transposed_scale(b.scale)
-    return ops.scaled_grouped_mm(
-        a.q,
-        b.q.mT,
-        a.scale,
-        scale_b,
-        a.format,
-        offs,
-        align=a.align,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-        rounding=common_rounding(a.rounding, b),
-    )
+    rounding = common_rounding(a.rounding, b)
+    options = dict(align=a.align, out_dtype=out_dtype, use_fast_accum=use_fast_accum, rounding=rounding)
+    return ops.scaled_grouped_mm(a.q, b.q.mT, a.scale, scale_b, a.format, offs, **options)
 
 
-def given(
-    op: str, arg: str, x: object, format: str | None, weight: bool = False
-) -> tuple[Quantized | None, Quantized | None]:
-    """Checks an operand that a caller may have quantized already, for a recipe with `format`.
-
-    Returns:
-        the two directions of x, as in `Pair`. The second is None if the caller did not give it. Both are None if x is a
-        tensor.
-    """
+def given(op: str, arg: str, x: object, format: str | None, weight: bool = False) -> Given:
+    """Checks an operand that a caller may have quantized already, for a recipe with `format`."""
     if isinstance(x, Tensor):
         return None, None
     pair = x if isinstance(x, (tuple, list)) else (x, None)
@@ -366,12 +351,6 @@ def _check_pair(op: str, arg: str, first: Quantized, second: Quantized, weight: 
         fail(op, f"{arg} must be two of one tensor, the second of shape {wanted}, got {got}")
 
 
-def _check_quantized(arg: str, x: object) -> None:
-    if not isinstance(x, Quantized):
-        fail(_OP, f"{arg} must be a Quantized, got {type(x).__name__}")
-    _check_tensors(_OP, arg, x)
-
-
 def _check_tensors(op: str, arg: str, x: Quantized) -> None:
     for name, got in (("q", x.q), ("scale", x.scale)):
         if not isinstance(got, Tensor):
@@ -398,5 +377,8 @@ def _rounding(format: str, rounding: str | None) -> str:
     return FORMATS[format].roundings[0] if rounding is None else rounding
 
 
-def _align(format: str, align: int | None) -> int:
-    return FORMATS[format].align if align is None else align
+def _along_tokens(
+    q_t: Tensor, scale_t: Tensor, format: str, padded_offs: Tensor, align: int | None, rounding: str | None
+) -> Quantized:
+    align = FORMATS[format].align if align is None else align
+    return Quantized(q_t, scale_t, format, "tokens", padded_offs, align, rounding=_rounding(format, rounding))

@@ -27,7 +27,7 @@ from moe_fp8_ext import (
     quantize_weight,
     reuse_weights,
 )
-from moe_fp8_ext.layer.experts import Projection, layer_call
+from moe_fp8_ext.layer.experts import layer_call
 from moe_fp8_ext.layer.node import LayerFunction
 from moe_fp8_ext.layer.source import Chunk, RoutedTokens
 from moe_fp8_ext.quantization.prepare import Operand
@@ -144,19 +144,17 @@ def test_chunks_are_one_backward(main_grad):
     found = []
     for delayed in (None, DelayedWgrads()):
         of = weights()
-        up, down = (
-            Projection(w, None, torch.full(w.shape, 3.0) if main_grad else None, None)
-            for w in (of["w_gate_up"], of["w_down"])
-        )
+        names = "w_gate_up", "w_down"
+        totals = {name.replace("w_", "main_grad_"): torch.full(of[name].shape, 3.0) for name in names if main_grad}
         g = torch.Generator().manual_seed(1)
         x, scores = torch.randn(T, D, generator=g).bfloat16().requires_grad_(), torch.rand(T, TOP_K, generator=g)
         ids = torch.rand(T, E, generator=g).topk(TOP_K).indices
-        call, *inputs = layer_call("experts", x, ids, scores, up, down, "rowwise", "swiglu", False, "fp8", delayed)
+        call, *inputs = layer_call("experts", x, ids, scores, **of, **totals, recipe="rowwise", delay_wgrad=delayed)
         LayerFunction.apply(call, Halves(ids, E), None, *inputs).float().square().sum().backward()
         if delayed is not None:
             assert delayed.waiting == 1
             delayed.backward_dw()
-        found.append([p.main_grad if main_grad else p.weight.grad for p in (up, down)])
+        found.append([*totals.values()] if main_grad else [of[name].grad for name in names])
     assert_same(found[1], found[0])
     assert all(t.any() for t in found[0])
 
