@@ -214,17 +214,7 @@ def is_fake() -> Callable[[Tensor], bool]:
     return is_fake
 
 
-def _check_now(ok: torch.SymBool, message: Callable[[], str]) -> None:
-    if not ok:
-        raise RuntimeError(message())
-
-
-check_symbolic = _choose(
-    "torch._check",
-    "conditions on symbolic sizes that a graph keeps and checks when it runs",
-    _check_now,
-    "conditions are decided while the graph is traced, which may specialize a size",
-)(lambda: torch._check)
+check_symbolic = torch._check  # torch's documentation of export tells users to call it, so it needs no fallback
 
 
 @_choose(

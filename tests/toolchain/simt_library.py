@@ -37,6 +37,8 @@ CXX_FLAGS = (
     # arithmetic is not checked: kernels form addresses that they do not read. A null pointer faults without a check.
     "-fsanitize=undefined -fno-sanitize=vptr,pointer-overflow,null -fsanitize-undefined-trap-on-error"
 ).split()
+# Kernels are checked, the emulator is not: it runs whenever a thread waits, and checks would slow every test.
+RUNTIME_FLAGS = ("-O2", "-fno-sanitize=all")
 
 
 def compile_cxx(*arguments: str | Path, wave: int) -> None:
@@ -54,7 +56,8 @@ def compiler() -> str:
 
 def key_of(source: Path, chip: str) -> str:
     emulation = [h for h in sorted(SIMT.rglob("*.h")) if h.name != "hopper.h" or chip == "sm_90a"]
-    return key("simt", compiler(), *CXX_FLAGS, chip, *CHIPS[chip], files=[*closure(source, CSRC), *emulation])
+    flags = [*CXX_FLAGS, *(RUNTIME_FLAGS if source == RUNTIME else ())]
+    return key("simt", compiler(), *flags, chip, *CHIPS[chip], files=[*closure(source, CSRC), *emulation])
 
 
 def build(chip: str) -> Path:
@@ -78,6 +81,7 @@ def build(chip: str) -> Path:
             def compile_one(source: Path) -> Path:
                 hip = tree / source.relative_to(CSRC).with_suffix(".hip") if source not in own else None
                 how = [f"-I{tree}", "-DUSE_ROCM", "-D__HIP__", "-x", "c++", hip] if hip else [f"-I{CSRC}", source]
+                how += RUNTIME_FLAGS if source == RUNTIME else ()
                 make = lambda place: compile_cxx(*macros, *how, "-c", "-o", place / "object.o", wave=wave)  # noqa: E731
                 return cached(keys[source], make) / "object.o"
 
