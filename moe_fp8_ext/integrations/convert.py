@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import MethodType
 from typing import NamedTuple
@@ -191,12 +191,8 @@ def convert_(
     if filter is not None and not callable(filter):
         raise TypeError(f"convert_: filter must be callable, got {type(filter).__name__}")
     swaps, converted, left = [], [], []
-    for name, module in model.named_modules():
-        kind = next((kind for kind in _KINDS if kind.has(module)), None)
-        if kind is None:
-            if _may_be_experts(module):
-                left.append(Left(name, f"the forward of {type(module).__name__} is not known"))
-        elif filter is not None and not filter(name, module):
+    for name, module, kind in _experts_in(model, left):
+        if filter is not None and not filter(name, module):
             left.append(Left(name, "filter said no"))
         else:
             try:
@@ -255,12 +251,7 @@ def fp8_report(model: nn.Module) -> Fp8Report:
     """
     check_module("fp8_report", "model", model)
     running, others = [], []
-    for name, module in model.named_modules():
-        kind = next((kind for kind in _KINDS if kind.has(module)), None)
-        if kind is None:
-            if _may_be_experts(module):
-                others.append(Left(name, f"the forward of {type(module).__name__} is not known"))
-            continue
+    for name, module, kind in _experts_in(model, others):
         try:
             recipe, note = kind.runs(module)
         except (ImportError, RuntimeError) as error:
@@ -272,9 +263,15 @@ def fp8_report(model: nn.Module) -> Fp8Report:
     return Fp8Report(tuple(running), tuple(others))
 
 
-def _may_be_experts(module: nn.Module) -> bool:
-    is_of_torch = type(module).__module__.startswith("torch.nn.")  # such as convolutions
-    return not is_of_torch and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+def _experts_in(model: nn.Module, others: list[Left]) -> Iterator[tuple[str, nn.Module, _Kind]]:
+    """Yields the experts of known kinds. Adds other modules that may be experts to `others`."""
+    for name, module in model.named_modules():
+        kind = next((kind for kind in _KINDS if kind.has(module)), None)
+        is_of_torch = type(module).__module__.startswith("torch.nn.")  # such as convolutions
+        if kind is not None:
+            yield name, module, kind
+        elif not is_of_torch and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+            others.append(Left(name, f"the forward of {type(module).__name__} is not known"))
 
 
 def _new_swap(module: nn.Module, attribute: str, value: object) -> _Swap:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext import ops
-from moe_fp8_ext.integrations.fp8_checkpoint import dequantized, names_of
+from moe_fp8_ext.integrations.fp8_checkpoint import dequantized, names_of, scale_shape
 from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, fail, is_int
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
@@ -172,7 +172,7 @@ class _Plan:
                 values, scales = (self.pieces(name, t) for t in self._fp8(name, tensor, scale))
                 for (piece, q), (_, scale_of_piece) in zip(values, scales, strict=True):
                     yield piece, q
-                    yield piece + _SCALE, scale_of_piece.reshape(_blocks(q))  # 5.17.0 drops dimensions of 1
+                    yield piece + _SCALE, scale_of_piece.reshape(scale_shape(q))  # 5.17.0 drops dimensions of 1
 
     def config(self) -> dict[str, object]:
         """The `quantization_config` of the checkpoint."""
@@ -336,7 +336,7 @@ class _Plan:
             return
         if not is_quantized:
             fail(self.op, f"{text} the weight of a linear layer or of experts to be FP8, got another")
-        wanted = _blocks(tensor)
+        wanted = scale_shape(tensor)
         got = "none" if scale is None else tuple(scale.shape)
         if got != wanted:
             fail(self.op, f"{name}{_SCALE} must have shape {wanted}, got {got}")
@@ -371,17 +371,12 @@ def _pieces_by_class(op: str, model: nn.Module) -> Callable[[str, Tensor], Itera
 def _quantize(w: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
     """Quantizes weights [E, N, K], a few experts at a time, because experts share no blocks."""
     q = torch.empty_like(w, dtype=_FP8, memory_format=torch.contiguous_format)
-    scale = torch.empty(_blocks(w), device=w.device)
+    scale = torch.empty(scale_shape(w), device=w.device)
     step, how = max(1, _CHUNK // max(1, w[0].numel())), dict(dtype=_FP8, rounding=rounding, directions="rows")
     for i in range(0, w.shape[0], step):
         part = slice(i, i + step)
         q[part], scale[part], _, _ = ops.quantize_weight(w[part], "blockwise", **how)
     return q, scale
-
-
-def _blocks(w: Tensor) -> tuple[int, ...]:
-    """Returns the shape of a weight's scales."""
-    return *w.shape[:-2], *(-(-size // _BLOCK) for size in w.shape[-2:])
 
 
 def _write_config(plan: _Plan, folder: Path) -> None:

@@ -41,8 +41,8 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def scale_shape(q: Tensor) -> tuple[int, ...]:
-    """The shape of the scales of a weight [E, N, K]."""
-    return FORMATS[_FORMAT].scale_of_weight(*q.shape).shape
+    """The shape of the scales of a weight [N, K] or [E, N, K]."""
+    return *q.shape[:-2], *(-(-size // _BLOCK) for size in q.shape[-2:])
 
 
 def frozen(q: Tensor, scale: Tensor) -> Quantized:
@@ -193,8 +193,7 @@ def _check_plain(op: str, name: str, old: nn.Module, new: nn.Module) -> None:
     """Checks that a module's weights fit into the corresponding module of the model without quantization."""
     for weight, scale in _scales(old).items():
         q, there = getattr(old, weight), getattr(new, weight, None)
-        rows = q if q.dim() == 3 else q[None]
-        is_square = scale.shape[-2:] == scale_shape(rows)[-2:] and q.dtype == torch.float8_e4m3fn
+        is_square = scale.shape[-2:] == scale_shape(q)[-2:] and q.dtype == torch.float8_e4m3fn
         text = f"{op}: {name}.{weight} must be float8_e4m3fn with scales of blocks of {_BLOCK} x {_BLOCK}"
         require(is_square, f"{text}, got {dtype_name(q.dtype)} with scales {list(scale.shape)}; {_INSTEAD}")
         fits = there is not None and there.shape == q.shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from .numerics import BITS, group_bounds, int32, padded_extent, round_to, round_up
 from .signature import of_op
@@ -28,25 +27,21 @@ def pad_token_groups_to(x, offs, padded_starts, num_padded):
 
     Rows of a group that do not fit before the start of the next group are left out.
     """
-    out = x.new_zeros(num_padded, x.shape[1], dtype=BITS[x.element_size()])
+    rows = torch.full((num_padded,), -1, device=x.device)
     starts = [start for _, start in group_bounds(padded_starts, num_padded)] + [num_padded]
     for (start, end), padded_start, next_start in zip(group_bounds(offs, len(x)), starts, starts[1:], strict=False):
         size = min(end - start, next_start - padded_start)
-        out[padded_start : padded_start + size] = x[start : start + size].contiguous().view(out.dtype)
-    return out.view(x.dtype)
+        rows[padded_start : padded_start + size] = torch.arange(start, start + size)
+    return permute_pad(x, rows, 1)
 
 
 @of_op
 def unpad_token_groups(y, offs, padded_starts, num_tokens):
     """y [P, K] -> x [num_tokens, K]: row i of group e is y[padded_starts[e] + i], or zeros if y has no such row."""
-    out = y.new_zeros(num_tokens, y.shape[1], dtype=BITS[y.element_size()])
-    bits = y.contiguous().view(out.dtype)
+    rows = torch.full((num_tokens,), -1, device=y.device)
     for (start, end), padded_start in zip(group_bounds(offs, num_tokens), padded_starts.tolist(), strict=True):
-        for row in range(start, end):
-            padded_row = padded_start + row - start
-            if 0 <= padded_row < len(y):
-                out[row] = bits[padded_row]
-    return out.view(y.dtype)
+        rows[start:end] = torch.arange(padded_start, padded_start + end - start)
+    return permute_pad(y, rows, 1)
 
 
 @of_op
@@ -96,18 +91,12 @@ def permute_indices(tokens_per_rank_expert, num_local_experts, num_ranks, num_to
     return tuple(int32(values, tokens_per_rank_expert.device) for values in lists)
 
 
-def source_rows(indices: Tensor, m: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """The row of [m, ...] that each index stands for, and whether the index is valid. An invalid index has row 0."""
-    valid = (indices >= 0) & (indices < m * top_k)
-    return torch.where(valid, indices, 0).long() // top_k, valid
-
-
 @of_op
 def permute_pad(x, indices, top_k):
     """x [M, K], indices [P] -> [P, K]: row p is x[indices[p] // top_k], or zeros if the index is out of range."""
     out = x.new_zeros(len(indices), x.shape[1], dtype=BITS[x.element_size()])
-    rows, valid = source_rows(indices, len(x), top_k)
-    out[valid] = x.contiguous().view(out.dtype)[rows[valid]]
+    valid = (indices >= 0) & (indices < len(x) * top_k)
+    out[valid] = x.contiguous().view(out.dtype)[indices[valid].long() // top_k]
     return out.view(x.dtype)
 
 
@@ -167,15 +156,12 @@ def combine_backward(grad, y, topk_scores, inverse, num_rows, keep_grad_y):
 @of_op
 def take_expert_columns(x, offs, indices, top_k):
     """x [T, E * R], indices [P] -> [P, R]: of row indices[p] // top_k, the columns of the group that has p."""
-    p, e = len(indices), len(offs)
-    rows, valid = source_rows(indices, len(x), top_k)
-    out = x.new_zeros(p, x.shape[1] // max(e, 1), dtype=BITS[x.element_size()])
-    bits = x.contiguous().view(out.dtype)
-    for expert, (start, end) in enumerate(group_bounds(offs, p)):
-        columns = bits[:, expert * out.shape[1] : (expert + 1) * out.shape[1]]
-        taken = torch.arange(start, end, device=x.device)[valid[start:end]]
-        out[taken] = columns[rows[taken]]
-    return out.view(x.dtype)
+    width = x.shape[1] // max(len(offs), 1)
+    out = x.new_zeros(len(indices), width)
+    for expert, (start, end) in enumerate(group_bounds(offs, len(indices))):
+        columns = x[:, expert * width : (expert + 1) * width]
+        out[start:end] = permute_pad(columns, indices[start:end], top_k)
+    return out
 
 
 @of_op
