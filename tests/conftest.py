@@ -7,6 +7,7 @@ import os
 
 os.environ["MOE_FP8_POISON"] = "1"  # the extension fills outputs with 0xFF, so a byte that no kernel writes shows
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads must not spin on cores that the emulation needs
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compilers would import torch once more
 
 from collections.abc import Iterator
 from pathlib import Path
