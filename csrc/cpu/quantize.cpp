@@ -81,7 +81,7 @@ std::vector<float> scale_batch(const QuantizeParams& p, const Rows<typename In::
   std::vector<float> m(p.K);
   parallel(ceil_div<int64_t>(p.K, kPanel), rows * p.K, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin * kPanel; k < std::min(end * kPanel, p.K); k += kPanel)
-      scale_panel<In, kOut, BatchScale>({row_of, 0, 0, k}, rows,
+      scale_panel<In, kOut, BatchScale>([&](int64_t r) { return row_of(0, r) + k; }, rows,
                                         int(std::min<int64_t>(kPanel, p.K - k)), second, m.data() + k,
                                         [&](int c, float scale) {
         for (int64_t e = 0; e < p.E; ++e) static_cast<float*>(p.scale_t)[e * p.K + k + c] = scale;
@@ -175,7 +175,7 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
       };
       if (p.has_square_amax()) {  // a square has two panels, and both compute its amax
         const int64_t square = k / kBlock, skipped = k - square * kBlock;
-        const auto amax = amax_of_square<In>({row_of, g.expert, g.first + first, k - skipped}, rows,
+        const auto amax = amax_of_square<In>([&](int64_t r) { return row_of_panel(r) - skipped; }, rows,
                                              std::min<int64_t>(kBlock, p.K - square * kBlock));
         const auto s = scale_of<In, kOut, Scale>(amax, second);
         std::fill_n(m, kPanel, s.multiplier);
@@ -201,7 +201,7 @@ void squares(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, boo
       const int64_t rows = std::min<int64_t>(kBlock, N - first);
       for (int64_t k = 0; k < K; k += kBlock) {
         const int64_t columns = std::min<int64_t>(kBlock, K - k);
-        const auto amax = amax_of_square<In>({row_of, e, first, k}, rows, columns);
+        const auto amax = amax_of_square<In>([&](int64_t r) { return row_of(e, first + r) + k; }, rows, columns);
         const ScaleF32 s = scale_of<In, kOut, ScaleF32>(amax, second);
         const int64_t square = k / kBlock;
         if (p.along_rows) static_cast<float*>(p.scale)[unit * column_squares + square] = s.stored();
@@ -216,7 +216,7 @@ void squares(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, boo
         float m[kPanel];
         std::fill_n(m, kPanel, s.multiplier);
         for (int64_t c = 0; c < columns && p.along_tokens; c += kPanel)
-          cast_panel<In, kOut, ScaleF32>({row_of, e, first, k + c}, rows,
+          cast_panel<In, kOut, ScaleF32>([&](int64_t r) { return row_of(e, first + r) + k + c; }, rows,
                                          int(std::min<int64_t>(kPanel, columns - c)), m,
                                          p.q_t + (e * K + k + c) * N + first, N);
       }

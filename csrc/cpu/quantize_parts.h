@@ -74,7 +74,7 @@ class Rows {
 };
 
 // Rows of an expert from row `first` and column `column` on. It is a type of its own, not a lambda of each caller, so
-// that the functions below are compiled once.
+// that the functions below are compiled once for several callers.
 template <class Bits>
 struct PanelRows {
   const Rows<Bits>& rows;
@@ -103,9 +103,9 @@ inline void transpose8(uint64_t (&t)[8]) {
 
 // Casts `rows` rows of a panel from row `first` on. row_of(r): the first element of row r in the panel. m: multipliers
 // of the columns.
-template <class In, Fp8Type kOut, class Scale>
-void cast_tile(const PanelRows<typename In::Bits>& row_of, int64_t first, int rows, int columns,
-               const float* __restrict m, uint8_t* __restrict q_t, int64_t q_t_stride) {
+template <class In, Fp8Type kOut, class Scale, class RowOf>
+void cast_tile(RowOf row_of, int64_t first, int rows, int columns, const float* __restrict m,
+               uint8_t* __restrict q_t, int64_t q_t_stride) {
   alignas(64) uint8_t q[kTileRows][kPanel];
   for (int r = 0; r < rows; ++r) {
     const typename In::Bits* __restrict row = row_of(first + r);
@@ -126,16 +126,16 @@ void cast_tile(const PanelRows<typename In::Bits>& row_of, int64_t first, int ro
     }
 }
 // Casts all rows of a panel. A column whose multiplier is NaN becomes NaN.
-template <class In, Fp8Type kOut, class Scale>
-void cast_panel(const PanelRows<typename In::Bits>& row_of, int64_t rows, int columns, const float* __restrict m,
-                uint8_t* __restrict q_t, int64_t q_t_stride) {
+template <class In, Fp8Type kOut, class Scale, class RowOf>
+void cast_panel(RowOf row_of, int64_t rows, int columns, const float* __restrict m, uint8_t* __restrict q_t,
+                int64_t q_t_stride) {
   for (int64_t r = 0; r < rows; r += kTileRows)
     cast_tile<In, kOut, Scale>(row_of, r, int(std::min<int64_t>(kTileRows, rows - r)), columns, m, q_t + r, q_t_stride);
   for (int c = 0; c < columns; ++c)
     if (m[c] != m[c]) std::memset(q_t + c * q_t_stride, Fp8<kOut>::kNan, rows);
 }
-template <class In>
-Magnitude<In> amax_of_square(const PanelRows<typename In::Bits>& row_of, int64_t rows, int64_t columns) {
+template <class In, class RowOf>
+Magnitude<In> amax_of_square(RowOf row_of, int64_t rows, int64_t columns) {
   Magnitude<In> amax = 0;
   for (int64_t r = 0; r < rows; ++r) {
     const typename In::Bits* __restrict row = row_of(r);
@@ -144,9 +144,8 @@ Magnitude<In> amax_of_square(const PanelRows<typename In::Bits>& row_of, int64_t
   return amax;
 }
 // Computes the multipliers m of a panel's columns. Calls store(c, scale) for each column.
-template <class In, Fp8Type kOut, class Scale, class StoreScale>
-void scale_panel(const PanelRows<typename In::Bits>& row_of, int64_t rows, int columns, bool second,
-                 float* __restrict m, StoreScale store) {
+template <class In, Fp8Type kOut, class Scale, class RowOf, class StoreScale>
+void scale_panel(RowOf row_of, int64_t rows, int columns, bool second, float* __restrict m, StoreScale store) {
   Magnitude<In> amax[kPanel] = {};
   for (int64_t r = 0; r < rows; ++r) {
     const typename In::Bits* __restrict row = row_of(r);
