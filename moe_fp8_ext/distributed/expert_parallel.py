@@ -18,7 +18,7 @@ from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.distributed.exchange import Exchange
 from moe_fp8_ext.distributed.message import rule_of_tokens
 from moe_fp8_ext.distributed.plan import OP, Agreement, CallMismatch, Ranks, StaticPlanner, named, refuse
-from moe_fp8_ext.layer.experts import layer_call
+from moe_fp8_ext.layer.experts import call_with_options
 from moe_fp8_ext.layer.node import Call, LayerFunction
 from moe_fp8_ext.ops.checks import check_int, check_one_of
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
@@ -191,7 +191,7 @@ class ExpertParallel:
                 for t in value if isinstance(value, (tuple, list)) else (value,):  # adapters are tuples
                     if is_dtensor(t):
                         refuse(f"tensors must be the rank's own, got a DTensor of {list(t.shape)}")
-            call, *inputs = layer_call(OP, *given, self._recipe_of_groups, **options)
+            call, *inputs = call_with_options(OP, *given, self._recipe_of_groups, **options)
             agreement = Agreement(self._signature(x, topk_ids, call), self._call + 1)
             messages = exchange.prepare(inputs[0], topk_ids.contiguous(), inputs[1])
         self._call += 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.distributed.message import rule_of_tokens
-from moe_fp8_ext.layer.experts import layer_call
+from moe_fp8_ext.layer.experts import call_with_options
 from moe_fp8_ext.layer.node import LayerFunction
 from moe_fp8_ext.layer.source import RoutedTokens
 from moe_fp8_ext.ops import quantize_rows
@@ -54,7 +54,7 @@ def experts(
     """
     if missing := [name for name in _METHODS if not callable(getattr(buffer, name, None))]:
         fail(_OP, f"buffer must be a deep_ep.Buffer, got a {type(buffer).__name__} without {missing[0]}")
-    call, x, scores, *rest = layer_call(_OP, x, topk_ids, topk_scores, w_gate_up, w_down, recipe, **options)
+    call, x, scores, *rest = call_with_options(_OP, x, topk_ids, topk_scores, w_gate_up, w_down, recipe, **options)
     if topk_ids.dtype != torch.int64:
         fail(_OP, f"topk_ids must be int64, which DeepEP takes, got {topk_ids.dtype}")
     check_int(_OP, "num_experts", num_experts)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_fp8_ext.distributed.message import Message, rule_of_tokens
 from moe_fp8_ext.distributed.symmetric import SymmetricRows
-from moe_fp8_ext.layer.experts import layer_call
+from moe_fp8_ext.layer.experts import call_with_options
 from moe_fp8_ext.layer.node import LayerFunction
 from moe_fp8_ext.layer.source import RoutedTokens
 from moe_fp8_ext.ops import combine, permute_pad, sort_tokens
@@ -72,7 +72,7 @@ class AllToAll:
         # Scores stay with their tokens, so the layer's node does not see them.
         seen = topk_scores.detach() if isinstance(topk_scores, Tensor) else topk_scores
         given = x, topk_ids, seen, w_gate_up, w_down
-        call, x, _, *rest = layer_call(_OP, *given, self.recipe, **options)
+        call, x, _, *rest = call_with_options(_OP, *given, self.recipe, **options)
         scores = cast(topk_scores, torch.float32).contiguous()
         validate_ids(_OP, topk_ids, self.num_experts)
         if (got := (topk_ids.shape[1], call.experts)) != self.sizes:

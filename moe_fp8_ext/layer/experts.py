@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor
 
@@ -204,6 +206,17 @@ def experts_of_groups(
     _check_tensor(op, "offs", offs, (call.experts,), x, (torch.int32,))
     validate_offs(op, offs, "rows of x", x.shape[0])
     return computed(call, SortedRows(offs, operand_of(op, quantized, call.recipe, offs)), *inputs)
+
+
+_OPTIONS = {name for name, p in inspect.signature(experts).parameters.items() if p.kind is p.KEYWORD_ONLY}
+_OPTIONS -= {"recipe", "stand_in"}
+
+
+def call_with_options(op: str, *arguments: object, **options: object) -> tuple[object, ...]:
+    """`layer_call` for dispatchers that take the options of `experts`, except recipe and stand_in."""
+    if unknown := options.keys() - _OPTIONS:
+        raise TypeError(f"{op}: options must be {', '.join(sorted(_OPTIONS))}, got {', '.join(sorted(unknown))}")
+    return layer_call(op, *arguments, **options)
 
 
 def layer_call(

@@ -165,3 +165,8 @@ def test_mistakes():
         with pytest.raises(RuntimeError) as info:
             deepep.experts(buffer, call[0], ids, *call[2:], num_experts=count)
         assert str(info.value) == f"deepep.experts: {text}"
+    for options in ({"activaton": "geglu"}, {"quantized": None}):  # layer_call has an argument `quantized`
+        with pytest.raises(
+            TypeError, match=f"^deepep.experts: options must be activation, .*, got {next(iter(options))}$"
+        ):
+            deepep.experts(Buffer(Buffers(), 0), *call, num_experts=E, **options)

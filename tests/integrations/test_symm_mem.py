@@ -275,6 +275,8 @@ def test_mistakes(world):
         with pytest.raises(RuntimeError) as info:
             exchange.experts(*(change.get(i, t) for i, t in enumerate(call)))
         assert str(info.value) == f"symm_mem.AllToAll: {text}"
+    with pytest.raises(TypeError, match=r"^symm_mem.AllToAll: options must be activation, .*, got stand_in$"):
+        exchange.experts(*call, stand_in=None)
     for change, text in (
         ({"num_experts": 7}, "num_experts must be a multiple of the 2 ranks, got 7"),
         ({"recipe": "auto"}, "recipe must be the same for all sizes, got 'auto'"),
