@@ -73,8 +73,8 @@ class Rows {
   std::vector<Bits> zeros_;
 };
 
-// Rows of an expert from row `first` and column `column` on. It is a type of its own, not a lambda of each caller, so
-// that the functions below are compiled once for several callers.
+// Rows of an expert from row `first` and column `column` on. Several callers pass this one type to the functions below,
+// so the compiler makes one instance of these functions and not one for the lambda of each caller.
 template <class Bits>
 struct PanelRows {
   const Rows<Bits>& rows;

@@ -73,7 +73,7 @@ def export_fp8(
             layers next to experts, such as routers, and layers of the model itself, such as heads, are not quantized.
         merge_adapters: write the weights with the active adapters of PEFT merged, as `merge_and_unload` merges them.
             The model keeps its adapters. An FP8 weight with an adapter is merged in float32 and quantized again.
-        max_shard_bytes: maximum size of a file. A larger tensor has a file of its own.
+        max_shard_bytes: maximum size of a file. A larger tensor gets a separate file.
 
     Raises:
         RuntimeError: the model cannot be written in this format, or the folder is not empty; the text says why. No file

@@ -3,7 +3,7 @@
 A weight is one of these: a plain tensor; a tensor whose fp8 copies `reuse_weights` keeps; a pair that the caller
 quantized before, or its first alone; or a `DeferredWeight`, such as a parameter that FSDP2 gathers in fp8.
 
-Forward makes the operand of its own product. Backward multiplies by the other direction. For that, forward keeps
+Forward makes the operand of its product. Backward multiplies by the other direction. For that, forward keeps
 
 - the operand of the other direction, if the weight is trained;
 - otherwise, a reference to the weight or pair, from which backward gets that operand.

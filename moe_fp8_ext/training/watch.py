@@ -279,6 +279,5 @@ def _share(part: float, of: float) -> float:
 
 def _decibels(signal: float, noise: float) -> float:
     """10 log10(signal^2 / noise^2)."""
-    if not signal:
-        return -math.inf if noise else math.nan
-    return 20 * math.log10(signal / noise) if noise else math.inf
+    ratio = signal / noise if noise else math.inf if signal else math.nan
+    return 20 * math.log10(ratio) if ratio else -math.inf  # 0 also if the noise is infinite

@@ -73,6 +73,17 @@ def check_names_of_ranks(world: World) -> None:
         world.raises("on rank 3: see there" if world.rank == 2 else "x must be bfloat16", call)
 
 
+def check_unknown_option(world: World) -> None:
+    """An option that one rank misspells raises there, and the other ranks do not wait for its tokens."""
+    call = partial(run, world.part(world.whole([8] * world.size, 2), [8] * world.size), world.parallel(2).experts)
+    if world.rank == 1:
+        with pytest.raises(TypeError, match="^ExpertParallel: options must be activation, .*, got activaton$"):
+            call(activaton="geglu")
+    else:
+        world.raises("on rank 1: see there", call)
+    call()
+
+
 def check_sizes(world: World) -> None:
     """Static mode needs the same number of tokens on all ranks."""
     tokens = [8 + rank for rank in range(world.size)]
@@ -353,7 +364,8 @@ def check_large_ids(world: World) -> None:
 
 
 CHECKS = (
-    *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_capture, check_routers),
+    *(check_arguments, check_names_of_ranks, check_unknown_option, check_sizes, check_casts, check_capture),
+    check_routers,
     *(check_gradients, check_capacity, check_unsent, check_without_gradients, check_large_ids, check_ids),
     *(check_room, check_strides, check_meta, check_calls, check_compiled),
     *(check_errors_after_tokens, check_calls_in_backward, check_messages_back),

@@ -123,6 +123,22 @@ def test_an_element_underflows_from_the_limit_on(dtype: torch.dtype, limit: floa
     assert found["limit"] == found["ratio"] == limit and found["underflow"] == pytest.approx(1 / 6)
 
 
+@pytest.mark.parametrize(
+    ("signal", "noise", "decibels"),
+    [
+        (10.0, 1.0, 20.0),
+        (1.0, 0.0, math.inf),
+        (0.0, 1.0, -math.inf),
+        (1.0, math.inf, -math.inf),
+        (math.inf, 1.0, math.inf),
+    ],
+)
+def test_decibels_of_what_overflows(signal: float, noise: float, decibels: float) -> None:
+    assert watch._product(signal, noise) == {"product_sqnr": decibels}
+    for undefined in ((0.0, 0.0), (math.nan, math.nan), (math.inf, math.inf)):
+        assert math.isnan(watch._product(*undefined)["product_sqnr"])
+
+
 def test_no_number_without_a_value() -> None:
     found = measured(
         Product(torch.ones(2, 4, 4)), torch.zeros(3, 4, requires_grad=True), offs_of(0, 0), grad=torch.zeros(3, 4)
