@@ -71,6 +71,12 @@ def verdict(runs: list[dict]) -> str:
     return f"{'; '.join(parts)}."
 
 
+def beside_same_seed(runs: list[dict]) -> str:
+    """One sentence: how far recipes end from BF16 with their seed, or nothing if BF16 has no such seed."""
+    found = [x["of_seed"] / (x["loss"] - x["of_seed"]) for x in compared(runs).values() if x["of_seed"] is not None]
+    return f"Recipes end {min(found):+.2%} to {max(found):+.2%} from BF16 with the same seed." if found else ""
+
+
 def words(runs: list[dict]) -> str:
     """What was trained, on which text, where, and how the recipes end."""
     first, (mean, spread) = runs[0], band(runs)[(last := max(band(runs)))]
@@ -92,7 +98,8 @@ def words(runs: list[dict]) -> str:
         f"decays to a tenth of it. {'; '.join(places)}.\n\n"
         f"BF16 ran with {seeds} seeds, which decide the first weights and the order of the data. Its held-out losses "
         f"end at {mean:.4f} on average, with a spread of {spread:.4f} ({spread / mean:.2%}) from the smallest to the "
-        f"largest. A recipe is within the band if it ends no further from the average than this spread. {verdict(runs)}"
+        f"largest. A recipe is within the band if it ends no further from the average than this spread. "
+        f"{verdict(runs)} {beside_same_seed(runs)}"
     )
 
 

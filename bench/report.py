@@ -15,7 +15,7 @@ import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import beside_tables
 import headline
@@ -28,7 +28,6 @@ from tabulate import tabulate
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 DRAWN = ROOT / "docs" / "pictures"
-LOSSES = "losses.json"  # from examples/train_moe_lm.py --losses, until there are runs of bench/pretrain.py
 
 # Column: heading, key of the row, format. A column that no row fills is left out.
 COLUMNS = (
@@ -82,7 +81,7 @@ PICTURES = {
     "waterfall": "Where a step of training goes, by model",
     "products": "Speed of grouped_mm over BF16, by model and recipe",
     "casts": "Fraction of copy bandwidth by family of ops",
-    "losses": "Training loss of a small MoE language model by recipe",
+    "losses": "Held-out loss of a MoE language model by recipe",
 }
 # What a page of results shows first, second and so on: a heading, and what the ops of its rows begin with.
 PARTS = {
@@ -170,7 +169,7 @@ def save(result: dict, folder: Path) -> Path:
 
 def recorded() -> dict[str, dict]:
     """The results, by the stem of their file. Results of a forced GEMM, which no GPU takes by itself, come last."""
-    others = LOSSES, beside_tables.BESIDE, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.AUTO
+    others = beside_tables.BESIDE, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.AUTO
     others += tables.PROFILE, tables.FINETUNE, tables.FINETUNE_LOSSES, tables.MEGATRON, tables.WHOLE, tables.STATS
     found = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
     return dict(sorted(found.items(), key=lambda item: "gemm" in item[1]))
@@ -219,30 +218,9 @@ def results_page(results: dict[str, dict]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def sentences_of(losses: dict) -> str:
-    """The final difference of each recipe from BF16, and where each was trained."""
-    runs, trained = {run["recipe"]: run for run in losses["runs"]}, {}
-    for recipe, run in runs.items():
-        trained.setdefault(f"{run['device']} at {(run['commit'] or 'unknown')[:7]}, {run['date']}", []).append(recipe)
-    held_out = {recipe: run["held_out"] for recipe, run in runs.items()}
-    last = {recipe: fmean(run["losses"][-100:]) for recipe, run in runs.items()}
-    differences = [
-        ", ".join(f"`{recipe}` {of[recipe] / of['bf16'] - 1:+.2%}" for recipe in runs if recipe != "bf16")
-        for of in (held_out, last)
-    ]
-    places = "; ".join(f"{', '.join(f'`{r}`' for r in recipes)} on {place}" for place, recipes in trained.items())
-    return (
-        f"Held-out loss against BF16's {held_out['bf16']:.3f}, after {losses['steps']} steps of one seed: "
-        f"{differences[0]}; training loss of the last 100 steps against {last['bf16']:.3f}: {differences[1]}. {places}."
-    )
-
-
 def losses_text(page: Path) -> str:
-    if runs := losses.recorded(RESULTS):
-        said = losses.text(runs)
-    else:
-        said = textwrap.fill(sentences_of(recorded_alone(LOSSES)), 120)
-    return "\n\n".join(filter(None, (picture("losses", page), said)))
+    runs = losses.recorded(RESULTS)
+    return "\n\n".join(filter(None, (picture("losses", page), runs and losses.text(runs))))
 
 
 def replaced(document: str, name: str, text: str) -> str:
