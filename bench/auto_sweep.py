@@ -1,4 +1,5 @@
-"""Measures forward and backward of `experts` and `grouped_mm` in BF16 and in FP8, for the cost model of recipe "auto".
+"""Measures `experts` and `grouped_mm` in BF16 and in FP8, for the cost model of recipe "auto": forward and backward of
+both, and forward of `experts` without a backward.
 
     python bench/auto_sweep.py --out bench/results/auto.json       all sizes below, in minutes
     python bench/auto_sweep.py --out FILE --op grouped_mm          the sizes of one op
@@ -10,6 +11,7 @@ and uneven groups. Points of other sizes that the file has stay there. bench/fit
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +35,7 @@ PRODUCTS = [  # K, N, experts
     *[(2048, 1536, 128), (768, 2048, 128), (1536, 512, 128), (4096, 3072, 64), (1536, 4096, 64), (2880, 5760, 32)],
     *[(7168, 4096, 32), (2048, 7168, 32), (1536, 1024, 40), (512, 1536, 40), (2048, 1408, 8), (5120, 8192, 16)],
 ]
+FEW_TOKENS = 1, 8, 32  # as `generate` has them
 LAYER_SLOTS = 16, 64, 96, 128, 192, 256, 384, 512, 2048  # for each expert
 PRODUCT_ROWS = 32, 64, 128, 256, 512, 1024, 4096
 LARGEST = 300_000  # slots or rows of all experts
@@ -52,6 +55,15 @@ def layer_calls(device: torch.device, groups: str, hidden: int, intermediate: in
     return {recipe: lambda recipe=recipe: step(recipe) for recipe in CHOICES}
 
 
+def forward_calls(
+    device: torch.device, groups: str, hidden: int, intermediate: int, e: int, top_k: int, t: int
+) -> Calls:
+    x, ids, scores = normal(device, t, hidden), *routed(device, groups, t, e, top_k)
+    weights = normal(device, e, 2 * intermediate, hidden), normal(device, e, hidden, intermediate)
+    call = x, ids, scores.detach(), *weights
+    return {recipe: lambda recipe=recipe: moe.experts(*call, recipe=recipe) for recipe in CHOICES}
+
+
 def product_calls(device: torch.device, groups: str, k: int, n: int, e: int, rows: int) -> Calls:
     a, w = normal(device, rows, k, grad=True), normal(device, e, n, k, grad=True)
     offs, dout = group_ends(groups, rows, e, device), normal(device, rows, n)
@@ -62,14 +74,18 @@ def product_calls(device: torch.device, groups: str, k: int, n: int, e: int, row
     return {recipe: lambda recipe=recipe: step(recipe) for recipe in CHOICES}
 
 
+LAYER_CALLS = {"layer": layer_calls, "layer forward": forward_calls}
+
+
 def plan() -> Iterator[tuple[str, dict[str, int], Callable[[torch.device, str], Calls]]]:
     """The op of each point, its sizes as `Recipe.for_layer` and `Recipe.for_grouped_mm` take them, and its calls."""
-    for hidden, intermediate, e, top_k in LAYERS:
-        for tokens in (per_expert * e // top_k for per_expert in LAYER_SLOTS):
+    for (op, calls), (hidden, intermediate, e, top_k) in itertools.product(LAYER_CALLS.items(), LAYERS):
+        few = () if op == "layer" else FEW_TOKENS
+        for tokens in (*few, *(per_expert * e // top_k for per_expert in LAYER_SLOTS)):
             sizes = dict(slots=tokens * top_k, hidden=hidden, intermediate=intermediate, experts=e)
             dims = hidden, intermediate, e, top_k, tokens
             if sizes["slots"] <= LARGEST:
-                yield "layer", sizes, lambda *where, dims=dims: layer_calls(*where, *dims)
+                yield op, sizes, lambda *where, calls=calls, dims=dims: calls(*where, *dims)
     for k, n, e in PRODUCTS:
         for rows in (per_expert * e for per_expert in PRODUCT_ROWS):
             if rows <= LARGEST:
@@ -80,7 +96,7 @@ def plan() -> Iterator[tuple[str, dict[str, int], Callable[[torch.device, str], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--op", choices=("layer", "grouped_mm"))
+    parser.add_argument("--op", choices=(*LAYER_CALLS, "grouped_mm"))
     arguments = parser.parse_args()
     device = torch.device("cuda")
     head = json.dumps(environment(device))

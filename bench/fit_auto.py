@@ -4,9 +4,9 @@
     python bench/fit_auto.py --fit           constants fitted to these points, to paste into cost.py
     python bench/fit_auto.py --held-out      what "auto" loses at shapes that its constants were not fitted to
 
-Each point has an op ("layer" or "grouped_mm"), its sizes as `for_layer` and `for_grouped_mm` take them (layers are
-gated), and the microseconds of forward and backward by recipe. bench/auto_sweep.py measures such points. "earlier" are
-points of another run, on another host.
+Each point has an op ("layer", "grouped_mm" or "layer forward"), its sizes as `for_layer` and `for_grouped_mm` take them
+(layers are gated), and the microseconds by recipe: of forward alone for "layer forward", else of forward and backward.
+bench/auto_sweep.py measures such points. "earlier" are points of another run, on another host.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from moe_fp8_ext.quantization.recipe import RECIPES
 
 POINTS = Path(__file__).parent / "results" / "auto.json"
 CHOICES = "bf16", "rowwise", "blockwise"
+# By op: the arguments of `for_layer` beside sizes, None for `grouped_mm`. Layers have a gate.
+HOW = {"layer": dict(gated=True, backward=True), "grouped_mm": None, "layer forward": dict(gated=True, backward=False)}
 PREDICTS = 0.1  # weight of predicted times against lost time: keeps rates near the GPU's
 SOFTNESS = 0.02  # times that differ by less count as equal
 
 
 def work_of(point: dict) -> Work:
-    return layer_work(**point["sizes"], gated=True) if point["op"] == "layer" else grouped_mm_work(**point["sizes"])
+    sizes, how = point["sizes"], HOW[point["op"]]
+    return grouped_mm_work(**sizes) if how is None else layer_work(**sizes, **how)
 
 
 def chosen(point: dict) -> str:
-    auto, sizes = RECIPES["auto"], point["sizes"]
-    return (auto.for_layer(**sizes, gated=True) if point["op"] == "layer" else auto.for_grouped_mm(**sizes)).name
+    auto, sizes, how = RECIPES["auto"], point["sizes"], HOW[point["op"]]
+    return (auto.for_grouped_mm(**sizes) if how is None else auto.for_layer(**sizes, **how)).name
 
 
 def loss(point: dict) -> float:
@@ -43,7 +46,8 @@ def loss(point: dict) -> float:
 
 
 def fit(points: list[dict], steps: int = 6000) -> dict[str, dict[str, Cost]]:
-    """Returns constants that lose little time and predict times well. A recipe has one rate and one weight_bytes.
+    """Returns constants that lose little time and predict times well. A recipe has one rate and one weight_bytes for
+    all ops with a backward.
 
     A random search from the constants in cost.py minimizes the mean over points of
 
@@ -71,17 +75,24 @@ def fit(points: list[dict], steps: int = 6000) -> dict[str, dict[str, Cost]]:
     least = objective(best)
     for _ in range(steps):
         width *= 0.5 ** (6 / steps)
-        shared = {r: random.normal(size=2) * (random.random(2) < 0.25) for r in CHOICES}
-        trial = {op: {r: moved(best[op][r], shared[r], width, random) for r in CHOICES} for op in COSTS}
+        some = lambda count: random.normal(size=count) * (random.random(count) < 0.25)  # noqa: E731
+        shared = {(r, backward): some(2) for r in CHOICES for backward in (True, False)}
+        trial = {
+            op: {r: moved(best[op][r], [*shared[r, has_backward(op)], *some(3)], width) for r in CHOICES}
+            for op in COSTS
+        }
         if (value := objective(trial)) < least:
             best, least = trial, value
     return best
 
 
-def moved(cost: Cost, shared: numpy.ndarray, width: float, random: numpy.random.Generator) -> Cost:
-    """Returns the constants times random factors near 1; `shared` are the logarithms of the first two."""
-    logs = numpy.concatenate([shared, random.normal(size=3) * (random.random(3) < 0.25)])
-    return Cost(*(float(f"{value:.4g}") for value in numpy.array(cost) * numpy.exp(width * logs)))
+def has_backward(op: str) -> bool:
+    return HOW[op] is None or HOW[op]["backward"]
+
+
+def moved(cost: Cost, logs: list[float], width: float) -> Cost:
+    """Returns the constants times factors near 1, whose logarithms are `logs` times width."""
+    return Cost(*(float(f"{value:.4g}") for value in numpy.array(cost) * numpy.exp(width * numpy.array(logs))))
 
 
 def held_out(points: list[dict]) -> list[float]:

@@ -171,6 +171,7 @@ def recorded() -> dict[str, dict]:
     """The results, by the stem of their file. Results of a forced GEMM, which no GPU takes by itself, come last."""
     others = beside_tables.BESIDE, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.AUTO
     others += tables.PROFILE, tables.FINETUNE, tables.FINETUNE_LOSSES, tables.MEGATRON, tables.WHOLE, tables.STATS
+    others += (tables.DECODE,)
     found = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
     return dict(sorted(found.items(), key=lambda item: "gemm" in item[1]))
 
@@ -257,7 +258,10 @@ def documents() -> dict[Path, str]:
         docs / "gpus.md": {"matrix": matrix.markdown(results), "forced": matrix.forced(everything)},
         docs / "stats.md": {"stats": tables.stats_text(recorded_alone(tables.STATS))},
         docs / "ops.md": {"generic": tables.generic_table(results)},
-        docs / "transformers.md": {"transformers": tables.adoption_table(results)},
+        docs / "transformers.md": {
+            "transformers": tables.adoption_table(results),
+            "decode": tables.decode_text(recorded_alone(tables.DECODE)),
+        },
         docs / "finetuning.md": {"fine-tuning": tables.finetune_text(*finetuned)},
         docs / "megatron.md": {"speed": tables.megatron_text(recorded_alone(tables.MEGATRON))},
         docs / "torchtitan.md": {"torchtitan": tables.titan_text(recorded_alone(tables.TITAN))},

@@ -101,8 +101,8 @@ def main() -> None:
             off, *on = (1e3 * median(row["seconds"][kind]) for kind in KINDS)
             costs = ", ".join(f"{ms:.3f} ({100 * (ms / off - 1):+.1f}%)" for ms in on)
             print(f"{name}, {recipe}: {off:.3f}, {costs}", flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+            if args.out:  # row by row, so that an interrupted run keeps its rows
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

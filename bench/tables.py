@@ -20,6 +20,7 @@ AUTO = "auto.json"  # from bench/auto_sweep.py, for bench/fit_auto.py
 PROFILE = "profile.json"  # from bench/profile_layer.py
 WHOLE = "whole_models.json"  # from bench/whole_models.py
 STATS = "stats.json"  # from bench/stats.py
+DECODE = "decode.json"  # from bench/decode.py
 # Results of the demo's --losses with --ep on several GPUs, and on one.
 PARALLEL_LOSSES = "expert_parallel_losses.json"
 GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants for the generic kernels
@@ -237,6 +238,26 @@ def stats_text(result: dict | None) -> str:
         body.append([*cells, *(f"{median(ms):.2f} ({median(ms) / middle - 1:+.1%})" for ms in on)])
     headings = ("layer, recipe", "without", f"one step in {result['steps']}", "every step")
     lines = tabulate(body, headings, tablefmt="github", colalign=["left"] + ["right"] * 3, disable_numparse=True)
+    return f"{textwrap.fill(text, 120)}\n\n{lines}"
+
+
+def decode_text(result: dict | None) -> str:
+    """What a few tokens cost, as bench/decode.py found it."""
+    if not result:
+        return f"Not measured yet: `python bench/decode.py --out bench/results/{DECODE}` on a GPU fills this table."
+    text = (
+        "Microseconds of a layer of experts for a few tokens, by `bench/decode.py`: eager / as a CUDA graph, on "
+        f"{result['device']} at {(result['commit'] or 'unknown')[:7]}, torch {result['torch']}, Transformers "
+        f"{result['transformers']}. Transformers' own implementations compute in BF16. The host sets the pace of eager "
+        "calls."
+    )
+    kinds = [*result["rows"][0]["eager_us"]]
+    body = []
+    for row in result["rows"]:
+        times = (f"{median(row['eager_us'][kind]):,.0f} / {row['graph_us'][kind]:,.1f}" for kind in kinds)
+        body.append((f"{row['model']}, {row['experts']} experts", row["tokens"], *times))
+    headings = ("layer", "tokens", *kinds)
+    lines = tabulate(body, headings, tablefmt="github", colalign=["left"] + ["right"] * (1 + len(kinds)))
     return f"{textwrap.fill(text, 120)}\n\n{lines}"
 
 

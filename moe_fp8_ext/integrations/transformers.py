@@ -180,6 +180,10 @@ def _experts_forward(
         ids = torch.where(ids < module.num_experts, ids, -1)
     x, scores = _inputs(module, hidden_states, top_k_weights)
     arguments = _experts_arguments(module)
+    if recipe.bf16_where_faster and not module.training and not torch.is_grad_enabled():
+        e, n, k = peft.stored(module, "down_proj").shape
+        d, f = (k, n) if module.is_transposed else (n, k)
+        recipe = recipe.for_layer(ids.numel(), d, f, e, module.has_gate, backward=False)
     if arguments:
         out = experts(x, ids, scores, recipe=recipe, **arguments)
     else:

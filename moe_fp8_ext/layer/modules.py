@@ -203,7 +203,12 @@ class Experts(nn.Module):
         return sum_of_ranks(self._of_rank, mesh, self.num_experts, *call)
 
     def _of_rank(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
-        return experts(x, topk_ids, topk_scores, **self._arguments(), **self.options)
+        rest, options = self._arguments(), self.options
+        if options["recipe"].bf16_where_faster and not self.training and not torch.is_grad_enabled():
+            e, d, f = rest["w_down"].shape
+            sizes = topk_ids.numel(), d, f, e, GATED[options["activation"]]
+            options = {**options, "recipe": options["recipe"].for_layer(*sizes, backward=False)}
+        return experts(x, topk_ids, topk_scores, **rest, **options)
 
     def _over_ranks(
         self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, shared_experts: Callable[[Tensor], Tensor] | None

@@ -1,10 +1,10 @@
-"""How long forward and backward take with a recipe, from sizes alone: the model behind recipe "auto".
+"""How long a call takes with a recipe, from sizes alone: the model behind recipe "auto".
 
-    gpu = 6 * multiplications / rate + (weight_bytes * weights + row_bytes * rows) / bandwidth + fixed
+    gpu = 2 * multiplications / rate + (weight_bytes * weights + row_bytes * rows) / bandwidth + fixed
     time = max(gpu, host)
 
-A multiplication of forward is two floating-point operations, and backward has two more products of the same size. The
-host launches the kernels: at small sizes the GPU waits for it, and BF16 takes the host longer than FP8.
+A multiplication is two floating-point operations. Backward has two more products of the size of forward's. The host
+launches the kernels: at small sizes the GPU waits for it, and BF16 takes the host longer than FP8.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BYTES_PER_US = 4.27e6  # bandwidth of a large copy_ on an H200
 class Work(NamedTuple):
     """The sizes that time depends on. They may be `torch.SymInt`."""
 
-    multiplications: int  # of the forward products; backward has twice as many
+    multiplications: int  # of the products, including the ones of backward
     weights: int  # elements of the weights
     rows: int  # elements of rows: the inputs and outputs of products
 
@@ -29,18 +29,18 @@ class Cost(NamedTuple):
     """The constants of one recipe."""
 
     tflops: float  # rate of the products
-    weight_bytes: float  # moved for each element of weights: read, cast, and the gradient written
+    weight_bytes: float  # moved for each element of weights: read, cast, and with backward the gradient written
     row_bytes: float  # moved for each element of rows, beside the products
     fixed_us: float  # starts of kernels and gaps between them, for any sizes
     host_us: float  # of the host, which works while the GPU does, for any sizes
 
     def gpu_us(self, work: Work) -> float:
-        """Microseconds of the GPU, forward and backward."""
+        """Microseconds of the GPU."""
         moved = self.weight_bytes * work.weights + self.row_bytes * work.rows
-        return 6e-6 / self.tflops * work.multiplications + moved / BYTES_PER_US + self.fixed_us
+        return 2e-6 / self.tflops * work.multiplications + moved / BYTES_PER_US + self.fixed_us
 
     def us(self, work: Work) -> float:
-        """Microseconds of forward and backward."""
+        """Microseconds of the GPU or of the host, whichever takes longer."""
         gpu_us = self.gpu_us(work)
         return self.host_us if gpu_us < self.host_us else gpu_us
 
@@ -58,17 +58,23 @@ COSTS: dict[str, dict[str, Cost]] = {
         "rowwise": Cost(tflops=1627, weight_bytes=11.5, row_bytes=11, fixed_us=23.1, host_us=947),
         "blockwise": Cost(tflops=1367, weight_bytes=8.33, row_bytes=4.44, fixed_us=200, host_us=832),
     },
+    "layer forward": {
+        "bf16": Cost(tflops=697, weight_bytes=2, row_bytes=8, fixed_us=100, host_us=600),
+        "rowwise": Cost(tflops=1627, weight_bytes=4, row_bytes=5, fixed_us=60, host_us=600),
+        "blockwise": Cost(tflops=1367, weight_bytes=4, row_bytes=5, fixed_us=80, host_us=600),
+    },
 }
 
 
 def grouped_mm_work(rows: int, k: int, n: int, experts: int) -> Work:
-    return Work(rows * k * n, experts * k * n, rows * (k + n))
+    """The work of `grouped_mm`, forward and backward."""
+    return Work(3 * rows * k * n, experts * k * n, rows * (k + n))
 
 
-def layer_work(slots: int, hidden: int, intermediate: int, experts: int, gated: bool) -> Work:
+def layer_work(slots: int, hidden: int, intermediate: int, experts: int, gated: bool, backward: bool = True) -> Work:
     """The work of `experts`. Its products have D and, in sum, 3 F features if gated: 2 F of gates and ups, and F."""
-    features = (3 if gated else 2) * intermediate
-    return Work(slots * hidden * features, experts * hidden * features, slots * (hidden + features))
+    features, products = (3 if gated else 2) * intermediate, 3 if backward else 1
+    return Work(products * slots * hidden * features, experts * hidden * features, slots * (hidden + features))
 
 
 def fastest(costs: dict[str, Cost], work: Work, recipes: Iterable[str]) -> str:

@@ -157,7 +157,9 @@ class Recipe:
                 given[field.name] = value
         return given
 
-    def for_layer(self, slots: int, hidden: int, intermediate: int, experts: int, gated: bool) -> Recipe:
+    def for_layer(
+        self, slots: int, hidden: int, intermediate: int, experts: int, gated: bool, backward: bool = True
+    ) -> Recipe:
         """Returns the recipe that `experts` computes with at these sizes.
 
         Without `bf16_where_faster`, that is this recipe. Otherwise a model of times, fitted on an H200, chooses the
@@ -170,11 +172,12 @@ class Recipe:
             hidden, intermediate: D and F.
             experts: E, the experts of this rank.
             gated: whether w_gate_up has 2 F rows.
+            backward: False for a call without a backward, such as a model's in eval mode under `torch.no_grad()`.
         """
         if not self.bf16_where_faster:
             return self
-        work = layer_work(slots, hidden, intermediate, experts, gated)
-        return self._fastest("layer", work, experts, hidden, intermediate)
+        work = layer_work(slots, hidden, intermediate, experts, gated, backward)
+        return self._fastest("layer" if backward else "layer forward", work, experts, hidden, intermediate)
 
     def for_grouped_mm(self, rows: int, k: int, n: int, experts: int) -> Recipe:
         """Returns the recipe that `grouped_mm` computes with for A [rows, k] and B_t [experts, k, n].
