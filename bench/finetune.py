@@ -3,7 +3,8 @@
 `--impl ours` has the experts of an FP8 checkpoint, multiplied as they are, with adapters as factors. `--impl stock` is
 Transformers with PEFT in BF16, with experts by "grouped_mm". Weights are random, and so are tokens: routers send about
 as many to every expert. Adapters are on the linear layers of attention and on the weights of experts. Every layer is
-checkpointed. Both implementations have the same attention, optimizer and loss. `--profile` says where the time of one
+checkpointed. Both implementations have the same attention, optimizer and loss. No step waits for the device: losses are
+read behind the last one. `--profile` says where the time of one
 more step goes.
 
 It needs transformers, peft and accelerate. Each implementation runs in a process of its own.
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -130,6 +132,27 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return sum(checkpoint(part, x, y, use_reentrant=False) for x, y in parts) / len(targets)
 
 
+def seconds_of_steps(step: Callable[[Tensor], None], batches: list[Tensor], device: torch.device) -> list[float]:
+    """Runs steps, and returns the seconds of each one. No step waits for the device: the host may be ahead of it."""
+    on_gpu = device.type == "cuda"
+
+    def mark() -> float | torch.cuda.Event:
+        if not on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    marks = [mark()]
+    for tokens in batches:
+        step(tokens)
+        marks.append(mark())
+    if on_gpu:
+        torch.cuda.synchronize()
+    pairs = itertools.pairwise(marks)
+    return [began.elapsed_time(ended) / 1e3 if on_gpu else ended - began for began, ended in pairs]
+
+
 def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phases: Phases) -> dict:
     vocabulary = model.get_base_model().config.vocab_size
     generator = torch.Generator().manual_seed(1)
@@ -141,8 +164,7 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    losses, seconds = [], []
-
+    losses: list[Tensor] = []
     is_autocast = args.adapters == "autocast"
 
     def step(tokens: Tensor) -> None:
@@ -152,19 +174,12 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
         with waterfall.mark(waterfall.OPTIMIZER):
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(loss.item())
-
-    def steps(batches: list[Tensor]) -> None:
-        for tokens in batches:
-            began = time.perf_counter()
-            step(tokens)
-            seconds.append(time.perf_counter() - began)
+        losses.append(loss.detach())
 
     with phases("warm"):
-        steps(batches[: args.warm])
+        seconds_of_steps(step, batches[: args.warm], device)
     with phases("steps"):
-        steps(batches[args.warm : args.warm + args.steps])
-    timed = seconds[args.warm :]
+        timed = seconds_of_steps(step, batches[args.warm : args.warm + args.steps], device)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     profile = {}
     if args.profile:
@@ -173,6 +188,7 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
             profile = finetune_work.profile_of(call, model, args.impl, device, median(timed))
         table = tabulate(profile["profile_ms"].items(), ("ms of a step", args.impl), floatfmt=".1f")
         print(table, file=sys.stderr, flush=True)
+    losses = [loss.item() for loss in losses]
     assert all(map(math.isfinite, losses)), losses
     return profile | dict(
         tokens_per_second=args.sequences * args.context * args.steps / sum(timed),
