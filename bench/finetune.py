@@ -4,8 +4,7 @@
 Transformers with PEFT in BF16, with experts by "grouped_mm". Weights are random, and so are tokens: routers send about
 as many to every expert. Adapters are on the linear layers of attention and on the weights of experts. Every layer is
 checkpointed. Both implementations have the same attention, optimizer and loss. No step waits for the device: losses are
-read behind the last one. `--profile` says where the time of one
-more step goes.
+read behind the last one. `--profile` says where the time of one more step goes.
 
 It needs transformers, peft and accelerate. Each implementation runs in a process of its own.
 """
