@@ -111,11 +111,26 @@ def with_adapters(model: nn.Module, args: argparse.Namespace, device: torch.devi
     if args.impl == "ours":
         moe_fp8_ext.convert_(model, "blockwise")
     base = model.get_base_model()
+    if args.compile == "layers":
+        for layer in base.model.layers:
+            layer.forward = compiled_in_checkpoint(layer)
+        return model.train()
     base.gradient_checkpointing_enable(dict(use_reentrant=False))
     for layer in base.model.layers if args.compile else ():
         for module in (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm):
             module.forward = torch.compile(module.forward)  # and not the module, whose hooks would be compiled too
     return model.train()
+
+
+def compiled_in_checkpoint(layer: nn.Module) -> Callable[..., Tensor]:
+    """Returns the compiled forward of a layer within a checkpoint. The class's own `forward` already has a checkpoint
+    around the function that is compiled here."""
+    compiled = torch.compile(partial(type(layer).forward.__wrapped__, layer))
+
+    def forward(*args: object, **kwargs: object) -> Tensor:
+        return checkpoint(partial(compiled, **kwargs), *args, use_reentrant=False)
+
+    return forward
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -244,7 +259,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", choices=ADAPTERS, default="autocast", help="dtype of A and B: float32 with "
                         "products in BF16 by torch.autocast, float32 or bfloat16; by default %(default)s")  # fmt: skip
-    parser.add_argument("--compile", action="store_true", help="compile attention and norms of layers by torch.compile")
+    parser.add_argument("--compile", choices=("attention", "layers"), help="compile, by torch.compile, attention and "
+                        "norms of every layer, or the whole layer")  # fmt: skip
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
     parser.add_argument("--warm", type=int, default=3, metavar="N", help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are timed")

@@ -18,6 +18,7 @@ PRODUCTS, ADAPTERS, OTHERS = "products of experts", "adapters of experts", "cast
 LINEAR, ADAPTERS_OF_LINEAR = "linear layers", "adapters of linear layers"
 ATTENTION, ROTARY = "attention", "rotary embeddings and copies for attention"
 COMPILED = "linear layers, adapters, norms and rotary embeddings of attention, compiled"
+COMPILED_LAYERS = "linear layers, adapters, norms and routers of layers, compiled"
 OPS = 6  # of each kind, the ops with the most time
 # By implementation: kinds of work in experts, and what names of their ops begin with. Other ops there are OTHERS.
 EXPERTS = {
@@ -61,17 +62,24 @@ def parts_of(model: nn.Module) -> dict[nn.Module, str]:
         for factor in (*module.lora_A.values(), *module.lora_B.values()):
             found.pop(factor, None)
     found[base.get_output_embeddings()] = waterfall.ENDS
-    of_attention = (module for module, part in found.items() if part == waterfall.ATTENTION)
-    for module in [module for module in of_attention if "forward" in vars(module)]:
-        for inner in module.modules():
-            found.pop(inner, None)  # its hooks would be compiled too
-        found[module] = COMPILED
+    layers = dict.fromkeys(base.model.layers, COMPILED_LAYERS)
+    of_attention = {module: COMPILED for module, part in found.items() if part == waterfall.ATTENTION}
+    for module, part in (layers | of_attention).items():
+        if "forward" in vars(module):
+            for inner in module.modules():
+                found.pop(inner, None)  # its hooks would be compiled too
+            found[module] = part
     return found
 
 
 def kinds_of(ops: list[FunctionEvent], impl: str) -> dict[FunctionEvent, str | None]:
     """The kind of work of each op. Of the ops around a kernel, the outermost of the part that has a kind counts."""
     names_of = {waterfall.EXPERTS: EXPERTS[impl], waterfall.ATTENTION: _ATTENTION, COMPILED: _ATTENTION}
+    names_of[COMPILED_LAYERS] = {
+        **EXPERTS[impl],
+        ADAPTERS: ("moe_fp8_ext::", "aten::bmm", "aten::_grouped"),
+        **_ATTENTION,
+    }
     parts, named = waterfall.assigned(ops), {}
     for op, part in parts.items():
         around = named.get(op.cpu_parent) if parts.get(op.cpu_parent) == part else None

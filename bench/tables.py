@@ -355,7 +355,7 @@ def finetune_row(run: dict, runs: list[dict]) -> list[str]:
     key = {name: run.get(name) for name in same} | {"impl": "stock"}
     stock = next((other for other in runs if all(other.get(name) == value for name, value in key.items())), None)
     layers = "" if run["layers"] == run["of_layers"] else f", {run['layers']} of {run['of_layers']} layers"
-    layers += ", attention compiled" if run.get("compile") else ""
+    layers += f", {run['compile']} compiled" if run.get("compile") else ""
     where = "attention" if run["attention_only"] else "attention and experts"
     cells = [f"{run['model']}{layers}", f"{run['sequences']} x {run['context']:,}"]
     cells += [f"r={run['rank']}, {run['adapters']}, {where}", f"{run['device']} at {(run['commit'] or 'unknown')[:7]}"]
