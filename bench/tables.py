@@ -342,7 +342,8 @@ def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:
 
 
 def finetune_name(run: dict) -> str:
-    return f"{run['model']}, {run['device'].removeprefix('NVIDIA ')}, {finetune_experts(run)}"
+    compiled = f", {run['compile']} compiled" if run.get("compile") else ""
+    return f"{run['model']}{compiled}, {run['device'].removeprefix('NVIDIA ')}, {finetune_experts(run)}"
 
 
 def finetune_experts(run: dict) -> str:

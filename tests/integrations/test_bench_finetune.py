@@ -110,7 +110,8 @@ def test_attention_is_compiled(bench, monkeypatch):
     counters = torch._dynamo.utils.counters
     counters.clear()
     options = (*FEW_STEPS, "--impl", "ours", "--layers", 3)
-    found, eager = (json.loads(bench("finetune", *options, *more)) for more in (["--compile", "attention", "--profile"], []))
+    compiled = "--compile", "attention", "--profile"
+    found, eager = (json.loads(bench("finetune", *options, *more)) for more in (compiled, ()))
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]  # attention and a norm
     assert found["losses"][:2] == pytest.approx(eager["losses"], rel=1e-3)
     of_attention = found["profile_ops"][work.ATTENTION]
