@@ -388,3 +388,22 @@ def test_host_times_every_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert calls["experts"] > calls["grouped_mm"] > calls["an empty Function"] > calls["torch.relu, forward alone"]
     assert ops_of["the same under checkpoint"] > ops_of["the same with LoRA"] > ops_of["experts"]
     assert (ops_of["torch.relu, forward alone"], ops_of["an empty Function"]) == (1, 0)
+
+
+def test_decode_times_every_implementation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Times on a CPU have no graphs; the table takes both times of a GPU."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    decode = importlib.import_module("decode")
+    monkeypatch.setattr(decode, "MODELS", decode.MODELS[:1])
+    monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path / "decode.json")])
+    decode.main()
+    result = json.loads((tmp_path / "decode.json").read_text())
+    assert [row["tokens"] for row in result["rows"]] == [*decode.TOKENS]
+    for row in result["rows"]:
+        assert [*row["eager_us"]] == [*decode.IMPLEMENTATIONS] and all(min(us) > 0 for us in row["eager_us"].values())
+        row["eager_us"] = {kind: [1.0, 3.0, 20.0] for kind in row["eager_us"]}
+        row["graph_us"] = dict.fromkeys(row["eager_us"], 2.5)
+    lines = importlib.import_module("tables").decode_text(result).splitlines()
+    assert lines[-1].count("3 / 2.5") == len(decode.IMPLEMENTATIONS)
