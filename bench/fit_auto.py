@@ -6,7 +6,7 @@
 
 Each point has an op ("layer", "grouped_mm" or "layer forward"), its sizes as `for_layer` and `for_grouped_mm` take them
 (layers are gated), and the microseconds by recipe: of forward alone for "layer forward", else of forward and backward.
-bench/auto_sweep.py measures such points. "earlier" are points of another run, on another host.
+bench/auto_sweep.py measures such points. "earlier" are points of another run, on another host. "forward" has the points of "layer forward", and where they were measured.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true", help="fit to three quarters of the shapes, try the fourth")
     arguments = parser.parse_args()
     file = json.loads(arguments.points.read_text())
-    points = file["points"] + file.get("earlier", [])
+    points = file["points"] + file.get("earlier", []) + file.get("forward", {}).get("points", [])
     if arguments.fit:
         for op, costs in fit(points).items():
             print(op, *(f"    {recipe}: {cost}" for recipe, cost in costs.items()), sep="\n")

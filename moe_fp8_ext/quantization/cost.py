@@ -59,9 +59,9 @@ COSTS: dict[str, dict[str, Cost]] = {
         "blockwise": Cost(tflops=1367, weight_bytes=8.33, row_bytes=4.44, fixed_us=200, host_us=832),
     },
     "layer forward": {
-        "bf16": Cost(tflops=697, weight_bytes=2, row_bytes=8, fixed_us=100, host_us=600),
-        "rowwise": Cost(tflops=1627, weight_bytes=4, row_bytes=5, fixed_us=60, host_us=600),
-        "blockwise": Cost(tflops=1367, weight_bytes=4, row_bytes=5, fixed_us=80, host_us=600),
+        "bf16": Cost(tflops=700, weight_bytes=1.273, row_bytes=7.674, fixed_us=174, host_us=505),
+        "rowwise": Cost(tflops=1308, weight_bytes=4.182, row_bytes=2.571, fixed_us=145, host_us=413),
+        "blockwise": Cost(tflops=1411, weight_bytes=3.506, row_bytes=5.751, fixed_us=123, host_us=445),
     },
 }
 

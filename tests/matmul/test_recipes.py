@@ -15,7 +15,7 @@ from grouped_problem import MIN_SQNR_DB, exact, gradients, problem, run
 from helpers import assert_same, group_offs, sqnr_db
 from torch import Tensor
 
-from moe_fp8_ext import Recipe, grouped_mm, quantize_weight, reference
+from moe_fp8_ext import Experts, Recipe, grouped_mm, quantize_weight, reference
 from moe_fp8_ext.quantization import cost
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import RECIPES, get_recipe
@@ -164,6 +164,34 @@ def test_auto_over_many_sizes():
     losses = [lost_time(point) for point in MEASURED["points"]]
     assert sum(losses) / len(losses) < 0.005
     assert sum(loss > 0.03 for loss in losses) <= 10 and max(losses) < 0.11
+
+
+def test_auto_without_a_backward():
+    """Choices for forward alone lose little at the measured sizes, and less than the choices for training."""
+    auto, points = RECIPES["auto"], MEASURED["forward"]["points"]
+
+    def losses(backward):
+        chosen = (auto.for_layer(**point["sizes"], gated=True, backward=backward).name for point in points)
+        return [p["us"][name] / min(p["us"].values()) - 1 for p, name in zip(points, chosen, strict=True)]
+
+    alone, training = losses(backward=False), losses(backward=True)
+    assert sum(alone) < sum(training) and sum(alone) / len(alone) < 0.02
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_auto_in_eval_mode(training, device):
+    """Without gradients, a module in eval mode computes with the recipe that is fastest for forward alone."""
+    sizes = slots, hidden, intermediate, experts = 64, 1024, 512, 64
+    auto = RECIPES["auto"]
+    names = [auto.for_layer(*sizes, True, backward).name for backward in (False, True)]
+    layer = Experts(experts, hidden, intermediate, recipe="auto", device=device, dtype=torch.bfloat16)
+    x = torch.randn(slots // 2, hidden, device=device, dtype=torch.bfloat16)
+    ids = torch.rand(slots // 2, experts, device=device).topk(2).indices
+    call = x, ids, torch.rand(slots // 2, 2, device=device)
+    with torch.no_grad():
+        got = layer.train(training)(*call)
+        layer.options["recipe"] = RECIPES[names[training]]
+        assert names[0] != names[1] and torch.equal(got, layer(*call))
 
 
 def test_auto_takes_fp8_for_narrow_experts():
