@@ -6,7 +6,8 @@
 
 Each point has an op ("layer", "grouped_mm" or "layer forward"), its sizes as `for_layer` and `for_grouped_mm` take them
 (layers are gated), and the microseconds by recipe: of forward alone for "layer forward", else of forward and backward.
-bench/auto_sweep.py measures such points. "earlier" are points of another run, on another host. "forward" has the points of "layer forward", and where they were measured.
+bench/auto_sweep.py measures such points. "earlier" are points of another run, on another host. "forward" has the
+points of "layer forward", and where they were measured.
 """
 
 from __future__ import annotations
