@@ -1,7 +1,8 @@
 """Measures `experts` and `grouped_mm` in BF16 and in FP8, for the cost model of recipe "auto": forward and backward of
 both, and forward of `experts` without a backward.
 
-    python bench/auto_sweep.py --out bench/results/auto.json       all sizes below, in minutes
+    python bench/auto_sweep.py --out bench/results/auto.json       all sizes below with a backward, in minutes
+    python bench/auto_sweep.py --out bench/results/auto_forward.json --op "layer forward"
     python bench/auto_sweep.py --out FILE --op grouped_mm          the sizes of one op
 
 At each size the recipes take turns, with CUDA events around each call (bench/timing.py). A time is the mean over even
@@ -96,13 +97,14 @@ def plan() -> Iterator[tuple[str, dict[str, int], Callable[[torch.device, str], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--op", choices=(*LAYER_CALLS, "grouped_mm"))
+    parser.add_argument("--op", choices=(*LAYER_CALLS, "grouped_mm"), help="by default both ops with a backward")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     head = json.dumps(environment(device))
     kept = json.loads(arguments.out.read_text())["points"] if arguments.out.exists() else []
     points = {(point["op"], *point["sizes"].values()): point for point in kept}
-    for op, sizes, calls_of in tqdm([entry for entry in plan() if arguments.op in (None, entry[0])]):
+    wanted = [arguments.op] if arguments.op else ["layer", "grouped_mm"]
+    for op, sizes, calls_of in tqdm([entry for entry in plan() if entry[0] in wanted]):
         measured = [timing.eager_us(calls_of(device, groups), REPEATS, device) for groups in (EVEN, ZIPF)]
         us = {recipe: round(sum(times[recipe] for times in measured) / len(measured)) for recipe in CHOICES}
         points[(op, *sizes.values())] = {"op": op, "sizes": sizes, "us": us}

@@ -3,8 +3,9 @@
     python bench/decode.py --out bench/results/decode.json
 
 Transformers' own `grouped_mm` and `batched_mm` compute in BF16. This package computes with the weights of an FP8
-checkpoint, and with BF16 weights by recipe "auto". Eager calls take turns, and each is timed until its result is there.
-As a CUDA graph, which a compiled `generate` is, calls cost the host nothing.
+checkpoint, and with BF16 weights by recipe "auto". Eager calls take turns, many of one kind in a row, and are timed
+until their results are there. In a CUDA graph, as `torch.compile(mode="reduce-overhead")` makes them, they cost the
+host almost nothing.
 
 It needs transformers. On a CPU the layer is small, and shows nothing about a GPU.
 """
@@ -26,7 +27,6 @@ import transformers
 from run import environment
 from timing import graph_us
 from torch import Tensor, nn
-from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from moe_fp8_ext.integrations.transformers import register
 
@@ -38,7 +38,7 @@ IMPLEMENTATIONS = {
     "moe_fp8_ext, BF16 weights": ("moe_fp8_auto", False),
 }
 MODELS = "Qwen3-30B-A3B", "DeepSeek-V3", "Mixtral-8x7B"
-HELD = {"DeepSeek-V3": 32}  # experts of one GPU, where these are not all
+HELD = {"DeepSeek-V3": 32}  # experts of one GPU, where the GPU does not hold all
 TOKENS = 1, 8
 SETS = 8  # of tokens, which take turns: a step of `generate` does not find the weights of its layers in the L2
 CALLS, ROUNDS, REPLAYS = {"cuda": 50, "cpu": 2}, {"cuda": 20, "cpu": 2}, 50
@@ -52,11 +52,7 @@ def experts_of(name: str, is_fp8: bool, device: torch.device) -> nn.Module:
     else:
         config = hf_models.tiny_config(name, 1, **others)
     model = hf_models.on_meta(config, hf_models.BASELINE)
-    if is_fp8:
-        kept = [found for found, module in model.named_modules() if isinstance(module, nn.Linear)]
-        sizes = dict(weight_block_size=[128, 128], modules_to_not_convert=kept)
-        model.config.quantization_config = transformers.FineGrainedFP8Config(**sizes)
-        replace_with_fp8_linear(model, kept, model.config.quantization_config, pre_quantized=True)
+    model = hf_models.with_fp8_experts(model) if is_fp8 else model
     experts = next(module for module in model.modules() if hasattr(module, "is_transposed"))
     return hf_models.materialize(experts, device).eval().requires_grad_(False)
 

@@ -4,7 +4,7 @@
 Transformers with PEFT in BF16, with experts by "grouped_mm". Weights are random, and so are tokens: routers send about
 as many to every expert. Adapters are on the linear layers of attention and on the weights of experts. Every layer is
 checkpointed. Both implementations have the same attention, optimizer and loss. No step waits for the device: losses are
-read behind the last one. `--profile` says where the time of one more step goes.
+read after the last one. `--profile` says where the time of one more step goes.
 
 It needs transformers, peft and accelerate. Each implementation runs in a process of its own.
 """
@@ -38,7 +38,6 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 import moe_fp8_ext
 from moe_fp8_ext.integrations.transformers import register
@@ -48,7 +47,6 @@ IMPLEMENTATIONS = {"ours": "moe_fp8_blockwise", "stock": "grouped_mm"}
 # Names of adapters that have a dtype: PEFT's default is float32. "autocast" is float32 too, with torch.autocast to
 # bfloat16, as Transformers' Trainer has it with bf16=True, and without PEFT's casts of inputs to float32 before it.
 ADAPTERS = {"autocast": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
-BLOCK = [128, 128]
 TINY_LAYERS = 2
 LOSS_TOKENS = 1024  # logits are computed for so many tokens at a time
 
@@ -83,12 +81,7 @@ def layers_of(model: str) -> int:
 def random_model(config: transformers.PretrainedConfig, impl: str, device: torch.device) -> nn.Module:
     """Makes a model with random weights on the device, for `ours` with experts as an FP8 checkpoint has them."""
     model = hf_models.on_meta(config, IMPLEMENTATIONS["stock"])
-    if impl == "ours":
-        kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        sizes = dict(weight_block_size=BLOCK, modules_to_not_convert=kept)
-        model.config.quantization_config = transformers.FineGrainedFP8Config(**sizes)
-        replace_with_fp8_linear(model, kept, model.config.quantization_config, pre_quantized=True)
-    return hf_models.materialize(model, device)
+    return hf_models.materialize(hf_models.with_fp8_experts(model) if impl == "ours" else model, device)
 
 
 def loaded(folder: Path, impl: str, device: torch.device) -> nn.Module:

@@ -1,13 +1,12 @@
 """Fits the cost model of recipe "auto" (moe_fp8_ext/quantization/cost.py) to measured times, and shows its choices.
 
-    python bench/fit_auto.py                 the points of bench/results/auto.json by the constants in cost.py
+    python bench/fit_auto.py                 the points of auto.json and auto_forward.json by the constants in cost.py
     python bench/fit_auto.py --fit           constants fitted to these points, to paste into cost.py
     python bench/fit_auto.py --held-out      what "auto" loses at shapes that its constants were not fitted to
 
 Each point has an op ("layer", "grouped_mm" or "layer forward"), its sizes as `for_layer` and `for_grouped_mm` take them
 (layers are gated), and the microseconds by recipe: of forward alone for "layer forward", else of forward and backward.
-bench/auto_sweep.py measures such points. "earlier" are points of another run, on another host. "forward" has the
-points of "layer forward", and where they were measured.
+bench/auto_sweep.py measures such points. "earlier" are points of another run, on another host.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tabulate import tabulate
 from moe_fp8_ext.quantization.cost import COSTS, Cost, Work, fastest, grouped_mm_work, layer_work
 from moe_fp8_ext.quantization.recipe import RECIPES
 
-POINTS = Path(__file__).parent / "results" / "auto.json"
+POINTS = [Path(__file__).parent / "results" / name for name in ("auto.json", "auto_forward.json")]
 CHOICES = "bf16", "rowwise", "blockwise"
 # By op: the arguments of `for_layer` beside sizes, None for `grouped_mm`. Layers have a gate.
 HOW = {"layer": dict(gated=True, backward=True), "grouped_mm": None, "layer forward": dict(gated=True, backward=False)}
@@ -76,15 +75,19 @@ def fit(points: list[dict], steps: int = 6000) -> dict[str, dict[str, Cost]]:
     least = objective(best)
     for _ in range(steps):
         width *= 0.5 ** (6 / steps)
-        some = lambda count: random.normal(size=count) * (random.random(count) < 0.25)  # noqa: E731
-        shared = {(r, backward): some(2) for r in CHOICES for backward in (True, False)}
+        shared = {(r, backward): some(random, 2) for r in CHOICES for backward in (True, False)}
         trial = {
-            op: {r: moved(best[op][r], [*shared[r, has_backward(op)], *some(3)], width) for r in CHOICES}
+            op: {r: moved(best[op][r], [*shared[r, has_backward(op)], *some(random, 3)], width) for r in CHOICES}
             for op in COSTS
         }
         if (value := objective(trial)) < least:
             best, least = trial, value
     return best
+
+
+def some(random: numpy.random.Generator, count: int) -> numpy.ndarray:
+    """Draws logarithms of factors. Three of four are zero."""
+    return random.normal(size=count) * (random.random(count) < 0.25)
 
 
 def has_backward(op: str) -> bool:
@@ -118,12 +121,12 @@ def summary(losses: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--points", type=Path, default=POINTS)
+    parser.add_argument("--points", type=Path, nargs="+", default=POINTS)
     parser.add_argument("--fit", action="store_true", help="print fitted constants")
     parser.add_argument("--held-out", action="store_true", help="fit to three quarters of the shapes, try the fourth")
     arguments = parser.parse_args()
-    file = json.loads(arguments.points.read_text())
-    points = file["points"] + file.get("earlier", []) + file.get("forward", {}).get("points", [])
+    files = {path: json.loads(path.read_text()) for path in arguments.points}
+    points = [point for file in files.values() for point in file["points"] + file.get("earlier", [])]
     if arguments.fit:
         for op, costs in fit(points).items():
             print(op, *(f"    {recipe}: {cost}" for recipe, cost in costs.items()), sep="\n")
@@ -137,9 +140,9 @@ def main() -> None:
         cells = (f"{us:,.0f} ({costs[recipe].us(work) / us - 1:+.0%})" for recipe, us in point["us"].items())
         body.append((point["op"], [*point["sizes"].values()], *cells, chosen(point), f"{loss(point):.1%}"))
     print(tabulate(body, ("op", "sizes", *(f"{name}, us (model)" for name in CHOICES), "auto", "loss")))
-    for name in ("points", "earlier"):
-        if file.get(name):
-            print(f"{name}:", summary([loss(point) for point in file[name]]))
+    for path, name in itertools.product(files, ("points", "earlier")):
+        if found := files[path].get(name):
+            print(f"{path.name}, {name}:", summary([loss(point) for point in found]))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from moe_fp8_ext.report.models import Sizes, sizes_of
 
 BASELINE = "grouped_mm"  # the implementation of experts that is Transformers' own
 STD = 0.02  # of every weight
+BLOCK = [128, 128]  # of weights in FP8
 FP8_STD = 64.0  # of the values of a weight in FP8; 448 is the largest, 7 times as much
 # By model type: what Transformers calls the four sizes of a layer of experts.
 FIELDS = {
@@ -83,6 +85,15 @@ def on_meta(config: object, implementation: str, **others: object) -> nn.Module:
     options = dict(dtype=torch.bfloat16, experts_implementation=implementation, **others)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config, **options)
+
+
+def with_fp8_experts(model: nn.Module) -> nn.Module:
+    """Gives a model on the meta device experts as an FP8 checkpoint has them. Its linear layers stay as they are."""
+    kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    sizes = dict(weight_block_size=BLOCK, modules_to_not_convert=kept)
+    model.config.quantization_config = transformers.FineGrainedFP8Config(**sizes)
+    replace_with_fp8_linear(model, kept, model.config.quantization_config, pre_quantized=True)
+    return model
 
 
 def materialize(model: nn.Module, device: torch.device) -> nn.Module:

@@ -16,7 +16,7 @@ FINETUNE = "finetune.json"  # from bench/finetune.py
 FINETUNE_LOSSES = "finetune_losses.json"  # from bench/finetune_losses.py
 MEGATRON = "megatron.json"  # from bench/mcore.py
 PARALLEL = "expert_parallel.json"  # from bench/expert_parallel.py
-AUTO = "auto.json"  # from bench/auto_sweep.py, for bench/fit_auto.py
+AUTO, AUTO_FORWARD = "auto.json", "auto_forward.json"  # from bench/auto_sweep.py, for bench/fit_auto.py
 PROFILE = "profile.json"  # from bench/profile_layer.py
 WHOLE = "whole_models.json"  # from bench/whole_models.py
 STATS = "stats.json"  # from bench/stats.py
@@ -248,8 +248,8 @@ def decode_text(result: dict | None) -> str:
     text = (
         "Microseconds of a layer of experts for a few tokens, by `bench/decode.py`: eager / as a CUDA graph, on "
         f"{result['device']} at {(result['commit'] or 'unknown')[:7]}, torch {result['torch']}, Transformers "
-        f"{result['transformers']}. Transformers' own implementations compute in BF16. The host sets the pace of eager "
-        "calls."
+        f"{result['transformers']}. Transformers' own implementations compute in BF16. Where an eager call takes much "
+        "longer than a graph, the host sets its pace."
     )
     kinds = [*result["rows"][0]["eager_us"]]
     body = []
@@ -327,7 +327,7 @@ def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:
     text = (
         "LoRA on attention and experts, forward, backward and step, with gradient checkpointing and random weights, by "
         "`bench/finetune.py`: experts in FP8 by `moe_fp8_ext` beside Transformers with PEFT in BF16. GB are 10^9 bytes "
-        "allocated at the peak of training."
+        "allocated at the peak of training. No step waits for the GPU."
     )
     if any(run["adapters"] == "autocast" for run in runs):
         text += " Adapters by autocast are in float32, with products in BF16 by `torch.autocast`."

@@ -20,7 +20,7 @@ from moe_fp8_ext._C import validates
 from moe_fp8_ext.integrations import fp8_checkpoint, peft
 from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.bias import plus_bias
-from moe_fp8_ext.layer.experts import experts
+from moe_fp8_ext.layer.experts import experts, recipe_of_module
 from moe_fp8_ext.matmul.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, fail, require
@@ -180,10 +180,8 @@ def _experts_forward(
         ids = torch.where(ids < module.num_experts, ids, -1)
     x, scores = _inputs(module, hidden_states, top_k_weights)
     arguments = _experts_arguments(module)
-    if recipe.bf16_where_faster and not module.training and not torch.is_grad_enabled():
-        e, n, k = peft.stored(module, "down_proj").shape
-        d, f = (k, n) if module.is_transposed else (n, k)
-        recipe = recipe.for_layer(ids.numel(), d, f, e, module.has_gate, backward=False)
+    w_down = peft.stored(module, "down_proj")
+    recipe = recipe_of_module(module, recipe, ids, w_down.mT if module.is_transposed else w_down, module.has_gate)
     if arguments:
         out = experts(x, ids, scores, recipe=recipe, **arguments)
     else:

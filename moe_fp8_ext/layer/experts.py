@@ -282,6 +282,25 @@ def layer_call(
     return call, *inputs
 
 
+def recipe_of_module(
+    module: torch.nn.Module, recipe: Recipe, topk_ids: Tensor, w_down: Tensor | Quantized | Pair, gated: bool
+) -> Recipe:
+    """Returns the recipe of a module's call. In eval mode without gradients, "auto" chooses by forward alone.
+
+    Only a module knows this: a checkpoint may compute forward without gradients first, and with them in backward.
+
+    Args:
+        w_down: [E, D, F]. A quantized weight keeps the recipe.
+    """
+    if not recipe.bf16_where_faster or module.training or torch.is_grad_enabled():
+        return recipe
+    is_plain = isinstance(w_down, Tensor) and w_down.dtype in INPUT_DTYPES
+    if not is_plain or not isinstance(topk_ids, Tensor):  # `experts` refuses ids that are no tensor
+        return recipe
+    e, d, f = w_down.shape
+    return recipe.for_layer(topk_ids.numel(), d, f, e, gated, backward=False)
+
+
 def _linear(
     op: str, name: str, weight: Tensor | Quantized | Pair, bias: Tensor | None, total: Tensor | None, format: str | None
 ) -> ExpertLinear:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.distributed.dtensor import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
 from moe_fp8_ext.layer.adapter import MAX_RANK, LoRA, check_adapter_numbers
-from moe_fp8_ext.layer.experts import KEEP, experts
+from moe_fp8_ext.layer.experts import KEEP, experts, recipe_of_module
 from moe_fp8_ext.layer.frozen import FrozenWeight
 from moe_fp8_ext.layer.router import Router, Routing
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
@@ -203,12 +203,9 @@ class Experts(nn.Module):
         return sum_of_ranks(self._of_rank, mesh, self.num_experts, *call)
 
     def _of_rank(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
-        rest, options = self._arguments(), self.options
-        if options["recipe"].bf16_where_faster and not self.training and not torch.is_grad_enabled():
-            e, d, f = rest["w_down"].shape
-            sizes = topk_ids.numel(), d, f, e, GATED[options["activation"]]
-            options = {**options, "recipe": options["recipe"].for_layer(*sizes, backward=False)}
-        return experts(x, topk_ids, topk_scores, **rest, **options)
+        rest, gated = self._arguments(), GATED[self.options["activation"]]
+        recipe = recipe_of_module(self, self.options["recipe"], topk_ids, rest["w_down"], gated)
+        return experts(x, topk_ids, topk_scores, **rest, **{**self.options, "recipe": recipe})
 
     def _over_ranks(
         self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, shared_experts: Callable[[Tensor], Tensor] | None

@@ -45,8 +45,9 @@ class Cost(NamedTuple):
         return self.host_us if gpu_us < self.host_us else gpu_us
 
 
-# Fitted by bench/fit_auto.py to bench/results/auto.json, which was measured on an H200. A recipe has one rate and one
-# weight_bytes for both ops. A layer in BF16 moves more bytes of rows than one in FP8, whose casts also move tokens.
+# Fitted by bench/fit_auto.py to bench/results/auto.json and auto_forward.json, which were measured on H200s. With a
+# backward, a recipe has one rate and one weight_bytes for both ops. A layer in BF16 moves more bytes of rows than one
+# in FP8, whose casts also move tokens.
 COSTS: dict[str, dict[str, Cost]] = {
     "layer": {
         "bf16": Cost(tflops=697, weight_bytes=5.9, row_bytes=23.1, fixed_us=286, host_us=1814),

@@ -392,7 +392,7 @@ def test_host_times_every_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_decode_times_every_implementation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Times on a CPU have no graphs; the table takes both times of a GPU."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="bench/decode.py times its experts")
     pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     monkeypatch.syspath_prepend(ROOT / "bench")
     decode = importlib.import_module("decode")

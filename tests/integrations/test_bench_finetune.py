@@ -120,6 +120,33 @@ def test_attention_is_compiled(bench, monkeypatch):
     torch._dynamo.reset()
 
 
+def test_layers_are_compiled(bench, monkeypatch):
+    """A layer with adapters as factors is one graph, within its checkpoint. Every op has a kind of work."""
+    work, program = importlib.import_module("finetune_work"), importlib.import_module("finetune")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(work, "OPS", 1000)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    checkpoint, calls = program.checkpoint, []
+
+    def counted(*args: object, **options: object) -> object:
+        calls.append(options)
+        return checkpoint(*args, **options)
+
+    monkeypatch.setattr(program, "checkpoint", counted)
+    options = (*FEW_STEPS, "--impl", "ours")
+    found = json.loads(bench("finetune", *options, "--compile", "layers", "--profile"))
+    assert counters["stats"]["unique_graphs"] >= 1 and not counters["graph_break"]
+    assert len(calls) == 2 * len(found["losses"])  # the layer and the logits, in each step
+    eager = json.loads(bench("finetune", *options))
+    assert found["losses"][:2] == pytest.approx(eager["losses"], rel=1e-3)
+    ops = found["profile_ops"]
+    assert "moe_fp8::scaled_grouped_mm" in ops[work.PRODUCTS] and "aten::mm" in ops[work.COMPILED_LAYERS]
+    assert {op for op in ops[work.ATTENTION] if op.startswith("aten::_scaled")} == {SDPA, f"{SDPA}_backward"}
+    torch._dynamo.reset()
+
+
 def test_finetune_refuses_a_checkpoint_for_stock(bench, tmp_path):
     with pytest.raises(SystemExit):
         bench("finetune", "--impl", "stock", "--checkpoint", tmp_path)

@@ -24,6 +24,7 @@ import moe_fp8_ext
 from moe_fp8_ext import Quantized, Recipe, convert_, revert_
 from moe_fp8_ext.integrations.fp8_checkpoint import master_weights_
 from moe_fp8_ext.integrations.transformers import register
+from moe_fp8_ext.quantization import cost
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 OURS = "moe_fp8_blockwise"
@@ -255,6 +256,21 @@ def test_generates(folders):
     assert not ops.casts and ops.counts["scaled_grouped_mm"] == 6 * 4
     with torch.no_grad():
         assert torch.equal(model(input_ids=tokens[:, :-1]).logits[:, 4:].argmax(-1), tokens[:, 5:])
+
+
+def test_auto_never_takes_bf16_for_weights_in_fp8(folders, monkeypatch):
+    """Also in eval mode without gradients, where "auto" would take BF16 if that were faster."""
+    costs = cost.COSTS["layer forward"]
+    free = costs["bf16"]._replace(weight_bytes=0, row_bytes=0, fixed_us=0, host_us=0)
+    monkeypatch.setitem(cost.COSTS, "layer forward", {**costs, "bf16": free})
+    recipe, call = moe_fp8_ext.Recipe("auto", "blockwise"), problem()[:3]
+    experts = experts_of(load(folders[False], OURS)).eval()
+    register(recipe)
+    with torch.no_grad():
+        want = experts(*call)
+        experts.config._experts_implementation = "moe_fp8"
+        assert recipe.for_layer(8, 128, 128, 4, True, backward=False).name == "bf16"
+        assert torch.equal(experts(*call), want)
 
 
 def test_compiles(folders):

@@ -127,6 +127,24 @@ def test_recipes():
     assert_same(run(experts, "moe_fp8_rowwise", *call), named["rowwise"])
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "muse_spark_text"])
+def test_auto_in_eval_mode(name):
+    """Without gradients in eval mode, "auto" chooses by forward alone, also where the model's own gate runs."""
+    experts, (x, ids, scores) = experts_of(name), calls()
+    sizes = ids.numel(), x.shape[-1], HIDDEN, EXPERTS, experts.has_gate
+    chosen = [moe_fp8_ext.Recipe("auto").for_layer(*sizes, backward=backward).name for backward in (False, True)]
+    assert chosen[0] != chosen[1]
+
+    def out(implementation: str, training: bool) -> Tensor:
+        experts.train(training).config._experts_implementation = implementation
+        with torch.no_grad():
+            return experts(x, ids, scores)
+
+    assert torch.equal(out("moe_fp8_auto", training=False), out(f"moe_fp8_{chosen[0]}", training=True))
+    if integration._experts_arguments(experts) is not None:  # else "auto" chooses for each grouped_mm
+        assert torch.equal(out("moe_fp8_auto", training=True), out(f"moe_fp8_{chosen[1]}", training=True))
+
+
 def losses(name: str, implementation: str) -> list[float]:
     model = tiny_model(name, implementation)
     tokens = torch.randint(3, SIZES["vocab_size"], (2, 32), generator=torch.Generator().manual_seed(1))

@@ -134,7 +134,8 @@ def test_names():
 
 
 # Points that bench/auto_sweep.py measured: an op, its sizes, and microseconds by recipe.
-MEASURED = json.loads((Path(__file__).parents[2] / "bench" / "results" / "auto.json").read_text())
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+MEASURED = json.loads((RESULTS / "auto.json").read_text())
 LAYERS = [(1536, 256, 128), (2048, 768, 128), (4096, 1536, 64), (2880, 2880, 32), (7168, 2048, 256), (1024, 512, 8)]
 PRODUCTS = [(2048, 1536, 128), (768, 2048, 128), (7168, 4096, 32), (512, 512, 8), (128, 4096, 8), (4096, 128, 8)]
 
@@ -167,15 +168,16 @@ def test_auto_over_many_sizes():
 
 
 def test_auto_without_a_backward():
-    """Choices for forward alone lose little at the measured sizes, and less than the choices for training."""
-    auto, points = RECIPES["auto"], MEASURED["forward"]["points"]
+    """At the measured sizes, choices for forward alone lose 0.24% on average and at most 4.6%."""
+    auto, points = RECIPES["auto"], json.loads((RESULTS / "auto_forward.json").read_text())["points"]
 
     def losses(backward):
         chosen = (auto.for_layer(**point["sizes"], gated=True, backward=backward).name for point in points)
         return [p["us"][name] / min(p["us"].values()) - 1 for p, name in zip(points, chosen, strict=True)]
 
     alone, training = losses(backward=False), losses(backward=True)
-    assert sum(alone) < sum(training) and sum(alone) / len(alone) < 0.02
+    assert sum(alone) / len(alone) < 0.0025 and sum(loss > 0.03 for loss in alone) <= 3 and max(alone) < 0.05
+    assert sum(training) / len(training) > 0.02  # the choices of a training step would not do
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -192,6 +194,12 @@ def test_auto_in_eval_mode(training, device):
         got = layer.train(training)(*call)
         layer.options["recipe"] = RECIPES[names[training]]
         assert names[0] != names[1] and torch.equal(got, layer(*call))
+
+
+def test_ids_that_are_no_tensor_in_eval_mode():
+    layer = Experts(4, 32, 32, recipe="auto").eval()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="experts: topk_ids must be a tensor, got list"):
+        layer(torch.randn(2, 32), [[0], [1]], torch.rand(2, 1))
 
 
 def test_auto_takes_fp8_for_narrow_experts():
