@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 
 BYTES_PER_US = 4.27e6  # bandwidth of a large copy_ on an H200
+MANY_ROWS = 1 << 20  # stands for a symbolic number of rows
 
 
 class Work(NamedTuple):
-    """The sizes that time depends on. They may be `torch.SymInt`."""
+    """The sizes that time depends on. They may be `torch.SymInt` under torch.compile."""
 
     multiplications: int  # of the products, including the ones of backward
     weights: int  # elements of the weights
@@ -69,25 +70,30 @@ COSTS: dict[str, dict[str, Cost]] = {
 
 def grouped_mm_work(rows: int, k: int, n: int, experts: int) -> Work:
     """The work of `grouped_mm`, forward and backward."""
+    rows = _number(rows)
     return Work(3 * rows * k * n, experts * k * n, rows * (k + n))
 
 
 def layer_work(slots: int, hidden: int, intermediate: int, experts: int, gated: bool, backward: bool = True) -> Work:
     """The work of `experts`. Its products have D and, in sum, 3 F features if gated: 2 F of gates and ups, and F."""
-    features, products = (3 if gated else 2) * intermediate, 3 if backward else 1
+    slots, features, products = _number(slots), (3 if gated else 2) * intermediate, 3 if backward else 1
     return Work(products * slots * hidden * features, experts * hidden * features, slots * (hidden + features))
+
+
+def _number(rows: int) -> int:
+    """Returns the number of rows, or MANY_ROWS if torch.export has made it symbolic.
+
+    A program of torch.export computes any number of rows with one recipe. With strict=True, Dynamo hides symbols: torch
+    then raises "Constraints violated" if the choice changes within the range.
+    """
+    return MANY_ROWS if isinstance(rows, torch.SymInt) and torch.compiler.is_exporting() else rows
 
 
 def fastest(costs: dict[str, Cost], work: Work, recipes: Iterable[str]) -> str:
     """Returns the recipe that takes the least time, the first if several do.
 
-    A program of torch.export computes any number of rows with one recipe. If that number is symbolic, many rows are
-    assumed, and the recipe with the fastest products is returned. With strict=True, Dynamo hides symbols: torch then
-    raises "Constraints violated" if the choice changes within the range. Formats that were not measured are taken for
-    "rowwise".
+    Formats that were not measured are taken for "rowwise".
     """
-    if torch.compiler.is_exporting() and any(isinstance(size, torch.SymInt) for size in work):
-        return max(recipes, key=lambda name: costs.get(name, costs["rowwise"]).tflops)
     best, best_us = None, None
     for name in recipes:
         us = costs.get(name, costs["rowwise"]).us(work)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_fp8_ext import Experts, MoE, Recipe, Router, experts, reference
 from moe_fp8_ext.matmul.float32 import float32_mm
+from moe_fp8_ext.quantization.cost import MANY_ROWS
 
 E, D, F, TOP_K = 8, 64, 48, 3
 
@@ -482,7 +483,7 @@ def test_export_with_any_number_of_tokens(strict, recipe):
     with torch.no_grad():
         program = torch.export.export(model, (torch.randn(2, 35, 32),), dynamic_shapes=({1: tokens},), strict=strict)
         if not strict:
-            model.experts.options["recipe"] = Recipe("rowwise")
+            model.experts.options["recipe"] = Recipe(recipe).for_layer(MANY_ROWS, 32, 16, 4, True, backward=False)
         for count in (3, 35, 100):
             x = torch.randn(2, count, 32)
             assert_same(program.module()(x)[0], model(x)[0])
