@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import itemgetter
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.layer.frozen import FrozenWeight
 from moe_fp8_ext.layer.modules import Experts
-from moe_fp8_ext.ops.checks import check_module, fail, require
+from moe_fp8_ext.ops.checks import check_bool, check_module, fail, require
 from moe_fp8_ext.ops.dispatch import differentiable_once
 from moe_fp8_ext.quantization.casting import autocast_dtype
 from moe_fp8_ext.training.main_grad import parameter_of_ddp
@@ -23,7 +26,7 @@ _OP = "graphed"
 _WARM_UPS = 3  # runs before the capture, so that libraries initialize; torch's make_graphed_callables does the same
 
 
-def graphed(layer: nn.Module, *sample_args: Tensor) -> Graphed:
+def graphed(layer: nn.Module, *sample_args: object, checkpoint: bool = False, **sample_kwargs: object) -> Graphed:
     """Captures forward and backward of a layer as CUDA graphs. Returns a function that replays them.
 
         layer.forward = moe_fp8_ext.graphed(layer, x, topk_ids, topk_scores)
@@ -32,29 +35,37 @@ def graphed(layer: nn.Module, *sample_args: Tensor) -> Graphed:
     A call copies its arguments to the graph, launches forward as one graph, and copies the outputs out. Backward is
     the second graph. Outputs and gradients have the bytes of the layer itself. Nothing waits for the device.
 
-    - Arguments must have the sizes of the samples. Any routing, mask and given ids are allowed.
+    - Tensors must have the sizes of the samples. Any routing, mask and given ids are allowed.
     - Every call reads parameters and buffers, and quantizes weights. So optimizers may write them in place.
     - Backward adds to the main_grad that a weight had at the capture. A router counts tokens as without a graph.
     - `.grad` of a parameter may share the graph's memory until the next backward of the layer. That backward first
       copies `.grad` out, so gradients accumulate as usual. If you keep a gradient elsewhere, clone it.
     - Activations for backward and gradients of weights stay allocated between calls.
 
+    With `checkpoint` a call keeps its arguments alone, as under `torch.utils.checkpoint`, and the graph of backward
+    computes forward again. All layers of a device then share their graphs' memory. Any number of calls may be in
+    flight, and gradients are copies. Buffers of the layer change in forward alone, so a router counts tokens once.
+
     A call runs the layer's own forward, without a graph, in these cases:
 
-    - An argument has other sizes than its sample.
+    - A tensor among the arguments has other sizes than its sample, or another argument has another value.
     - Training mode, grad mode or torch.autocast differ from the capture.
     - The call is traced, captured by another graph, inside `validate()`, or measured by `stats`.
 
-    Backward must run once for each call, before the next call. So a pipeline with several micro-batches in flight
-    needs one `graphed` for each micro-batch. Under `torch.utils.checkpoint` backward raises, because the second forward
-    is another call. `reuse_weights()` has no effect on a replayed call. Delete outputs of earlier calls before the
-    capture, because their autograd graphs belong to another stream. The capture runs the layer three times with zeros,
-    and then restores the layer's buffers.
+    Without `checkpoint`, backward must run once for each call, before the next call. So a pipeline with several
+    micro-batches in flight needs one `graphed` for each micro-batch. Under `torch.utils.checkpoint` backward raises,
+    because the second forward is another call. `reuse_weights()` has no effect on a replayed call. Delete outputs of
+    earlier calls before the capture, because their autograd graphs belong to another stream. The capture runs the layer
+    three times with zeros, and then restores the layer's buffers.
 
     Args:
-        layer: `MoE`, `Experts`, or any module whose forward takes tensors and returns a tensor or a tuple of tensors.
-            All work of its forward must be on the GPU, and must not wait for the host.
-        sample_args: example arguments. The capture reads their sizes, dtypes and requires_grad, but not their values.
+        layer: `MoE`, `Experts`, or any module whose forward returns a tensor or a tuple of tensors, such as a layer of
+            a transformer. All work of its forward must be on the GPU, and must not wait for the host.
+        sample_args, sample_kwargs: example arguments: tensors, and tuples, lists and dicts of them. The capture reads
+            sizes, dtypes and requires_grad of tensors, but no values except of a bool mask. Other arguments are
+            constants.
+        checkpoint: compute forward again in backward. Then the layer must not draw random numbers, as dropout does.
+            Where a call runs the layer's own forward, `torch.utils.checkpoint` does the same.
 
     Returns:
         a function of the same arguments.
@@ -63,20 +74,39 @@ def graphed(layer: nn.Module, *sample_args: Tensor) -> Graphed:
         TypeError: layer is no module.
         RuntimeError: `graphed` raises if samples or the layer's tensors are not on one GPU; if an `Experts` has an ep,
             delay_wgrad, or adapters with dropout; if a parameter is a DTensor, or has gradients in the buffers of
-            Megatron's DDP; or if `stats` or `validate()` are on. A call raises if an argument has another dtype, device
-            or number of dimensions than its sample; if an argument needs a gradient and its sample did not; or if a
-            parameter, buffer or main_grad has other memory than at the capture. Backward raises if it does not belong
-            to the last call, or runs twice for one call.
+            Megatron's DDP; if `stats` or `validate()` are on; or if a layer draws random numbers with `checkpoint`. A
+            call raises if a tensor has another dtype, device or number of dimensions than its sample; if a tensor needs
+            a gradient and its sample did not; or if a parameter, buffer or main_grad has other memory than at the
+            capture. Without `checkpoint`, backward raises if it does not belong to the last call, or runs twice for
+            one call.
 
     Source: the documentation of `torch.cuda.make_graphed_callables`. Unlike it, `graphed` supports calls that add to
         main_grad, count tokens or accumulate gradients.
     """
     check_module(_OP, "layer", layer)
-    _check_samples(sample_args)
-    _check_layer(layer, sample_args[0].device)
+    check_bool(_OP, "checkpoint", checkpoint)
+    sample = Arguments.of(sample_args, sample_kwargs)
+    _check_samples(sample.tensors)
+    _check_layer(layer, sample.tensors[0].device)
     require(not sampling(), f"{_OP}: stats must be off, or not sample this step, while a layer is captured")
     require(not validates(), f"{_OP}: validate() must be off while a layer is captured, because it waits for the GPU")
-    return Graphed(layer, sample_args)
+    return (Recomputed if checkpoint else Graphed)(layer, sample)
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call: its tensors, and everything else, with a hole for each tensor."""
+
+    tensors: list[Tensor]
+    rest: tuple
+
+    @classmethod
+    def of(cls, args: Sequence[object], kwargs: dict[str, object]) -> Arguments:
+        tensors: list[Tensor] = []
+        return cls(tensors, _without_tensors((args, dict(sorted(kwargs.items()))), tensors))
+
+    def call(self, function: Callable[..., object]) -> object:
+        args, kwargs = _with_tensors(self.rest, iter(self.tensors))
+        return function(*args, **kwargs)
 
 
 class Graphed:
@@ -86,54 +116,67 @@ class Graphed:
         layer: the module that was captured.
     """
 
-    def __init__(self, layer: nn.Module, sample_args: Sequence[Tensor]) -> None:
+    def __init__(self, layer: nn.Module, sample: Arguments) -> None:
         eager = layer.forward
         self.layer, self._eager = layer, eager._eager if isinstance(eager, Graphed) else eager
-        self._mode = _mode(layer, sample_args[0])
+        self._mode, self._rest = _mode(layer, sample.tensors[0]), sample.rest
         self._tensors = _named_tensors(layer)
         self._memory = [_memory(owner, name) for owner, name in self._tensors]
-        needs = [x.requires_grad and torch.is_grad_enabled() for x in sample_args]
-        self._args = [torch.zeros_like(x).requires_grad_(n) for x, n in zip(sample_args, needs, strict=True)]
         self._parameters = [p for p in layer.parameters() if p.requires_grad and torch.is_grad_enabled()]
-        self._last: object | None = None  # the call whose backward may come
-        self._capture(Capture(sample_args[0].device))
+        self._capture(sample.tensors)
 
-    def __call__(self, *args: Tensor) -> Tensor | tuple[Tensor, ...]:
-        if not self._stands_for(args):
-            return self._eager(*args)
-        return self._pack(_Replay.apply(self, *args, *self._parameters))
+    def __call__(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        if torch.compiler.is_compiling():
+            return self._run(args, kwargs)
+        given = Arguments.of(args, kwargs)
+        if not self._stands_for(given):
+            return self._run(args, kwargs)
+        return self._pack(_Replay.apply(self, *given.tensors, *self._parameters))
+
+    def _run(self, args: Sequence[object], kwargs: dict[str, object]) -> object:
+        """Computes a call without a graph."""
+        return self._eager(*args, **kwargs)
 
     # ---- the capture ----
 
-    def _capture(self, capture: Capture) -> None:
+    def _capture(self, samples: Sequence[Tensor]) -> None:
+        capture = Capture(samples[0].device)
+        self._args = _leaves([torch.empty_like(x) for x in samples], samples)
+        self._last: object | None = None  # the call whose backward may come
+        with self._unchanged_buffers():
+            with capture.warm_up():
+                for _ in range(_WARM_UPS):
+                    self._start()
+                    self._sent = [torch.zeros_like(part) for part in self._recorded]  # so a main_grad gets zeros
+                    self._finish()
+            self._replay, outputs = capture(self._start)
+            self._outputs = [out.detach() for out in outputs]
+            self._is_recorded = [out.requires_grad for out in outputs]
+            if self._recorded:
+                self._replay_backward, self._gradients = capture(self._finish)
+
+    @contextmanager
+    def _unchanged_buffers(self) -> Iterator[None]:
+        """A context after which the layer's buffers have the values from before. A graph may capture it."""
         changed = [b for m in self.layer.modules() if not isinstance(m, FrozenWeight) for b in m.buffers(recurse=False)]
         before = [buffer.clone() for buffer in changed]
-        with capture.warm_up():
-            for _ in range(_WARM_UPS):
-                self._start()
-                self._sent = [torch.zeros_like(part) for part in self._recorded]  # so a main_grad gets zeros
-                self._finish()
-        self._replay, outputs = capture(self._start)
-        self._outputs = [out.detach() for out in outputs]
-        if self._recorded:
-            self._replay_backward, self._gradients = capture(self._finish)
-        with torch.no_grad():
-            for buffer, value in zip(changed, before, strict=True):
-                buffer.copy_(value)
+        try:
+            yield
+        finally:
+            _copy(before, changed)
 
     def _start(self) -> list[Tensor]:
         """Runs the layer's forward on the graph's own arguments. Returns its outputs."""
         dtype, device = self._mode[-1], self._args[0].device.type
         # The cache of autocast is off, because it would keep casts of parameters outside the graph.
         with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=False):
-            out = self._eager(*self._args)
+            out = Arguments(self._args, self._rest).call(self._eager)
         is_tuple = isinstance(out, tuple) and all(isinstance(part, Tensor) for part in out)
         if not is_tuple and not isinstance(out, Tensor):
             fail(_OP, f"layer must return a tensor or a tuple of tensors, got {type(out).__name__}")
         self._pack = getattr(type(out), "_make", tuple) if is_tuple else itemgetter(0)
         outputs = [*out] if is_tuple else [out]
         self._recorded = [part for part in outputs if part.requires_grad]
-        self._is_recorded = [part.requires_grad for part in outputs]
         return outputs
 
     def _finish(self) -> list[Tensor | None]:
@@ -148,16 +191,14 @@ class Graphed:
 
     # ---- a call ----
 
-    def _stands_for(self, args: Sequence[Tensor]) -> bool:
+    def _stands_for(self, given: Arguments) -> bool:
         """Whether a replay computes what the layer would. Raises for a call that looks like a mistake."""
-        if torch.compiler.is_compiling() or _mode(self.layer, self._args[0]) != self._mode:
+        if _mode(self.layer, self._args[0]) != self._mode or given.rest != self._rest:
             return False
         if Capture.is_active() or validates() or sampling():
             return False
-        if len(args) != len(self._args):
-            fail(_OP, f"a call must have {len(self._args)} arguments, as the sample, got {len(args)}")
         has_sizes = True
-        for i, (x, sample) in enumerate(zip(args, self._args, strict=True)):
+        for i, (x, sample) in enumerate(zip(given.tensors, self._args, strict=True)):
             _check_argument(i, x, sample)
             has_sizes = has_sizes and x.shape == sample.shape
         for (owner, name), memory in zip(self._tensors, self._memory, strict=True):
@@ -165,23 +206,24 @@ class Graphed:
                 fail(_OP, f"{name} must have the memory and requires_grad of the capture, got others; capture again")
         return has_sizes
 
+    def kept(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the tensors that backward takes again."""
+        return ()
+
     def forward(self, args: Sequence[Tensor]) -> tuple[object, tuple[Tensor, ...]]:
         """Replays forward. Returns the call, for `backward`, and the outputs."""
         self._last = call = object()
-        for x, to in zip(args, self._args, strict=False):
-            to.copy_(x)
+        _copy(args, self._args)
         self._replay()
         return call, tuple(out.clone() for out in self._outputs)
 
-    def backward(self, call: object, sent: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(self, call: object, kept: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor | None]:
         """Replays the backward of a call. Returns the gradients of arguments and parameters."""
         if call is not self._last:
             text = "backward must come once for a call, and before the next call of the layer, got another one"
-            fail(_OP, f"{text}; for several calls in flight use one `graphed` each, and no checkpoint around it")
+            fail(_OP, f"{text}; for several calls in flight use one `graphed` each, or checkpoint=True")
         self._last = None
-        recorded = [grad for grad, is_recorded in zip(sent, self._is_recorded, strict=True) if is_recorded]
-        for grad, to in zip(recorded, self._sent, strict=True):
-            to.copy_(grad)
+        _copy(self._of_recorded(sent), self._sent)
         count = len(self._args)
         of_args, of_parameters = self._gradients[:count], self._gradients[count:]
         for parameter, gradient in zip(self._parameters, of_parameters, strict=True):
@@ -189,8 +231,70 @@ class Graphed:
             if grad is not None and gradient is not None and grad.data_ptr() == gradient.data_ptr():
                 parameter.grad = grad.clone()  # .grad is the graph's own tensor of an earlier backward
         self._replay_backward()
-        of_args = [None if gradient is None else gradient.clone() for gradient in of_args]
-        return [*of_args, *(None if gradient is None else gradient.detach() for gradient in of_parameters)]
+        return [*map(_clone, of_args), *(None if gradient is None else gradient.detach() for gradient in of_parameters)]
+
+    def _of_recorded(self, sent: Sequence[Tensor]) -> list[Tensor]:
+        return [grad for grad, is_recorded in zip(sent, self._is_recorded, strict=True) if is_recorded]
+
+
+class Recomputed(Graphed):
+    """The function of a layer that is computed again in backward. Between calls its graphs hold no values."""
+
+    def _run(self, args: Sequence[object], kwargs: dict[str, object]) -> object:
+        if not torch.is_grad_enabled():
+            return self._eager(*args, **kwargs)
+        return checkpointed(self._eager, *args, use_reentrant=False, **kwargs)
+
+    def _capture(self, samples: Sequence[Tensor]) -> None:
+        self._shared = shared = SharedMemory.of(samples[0].device)
+        self._args = _leaves([shared.like("argument", i, x) for i, x in enumerate(samples)], samples)
+        self._gradients: list[Tensor | None] = [None] * (len(samples) + len(self._parameters))
+        random = shared.capture.random_state()
+        with self._unchanged_buffers():
+            with shared.capture.warm_up():
+                for _ in range(_WARM_UPS):
+                    self._forward()
+                    self._backward(warms_up=True)
+            text = "layer must draw no random numbers with checkpoint, because backward would draw others, got a draw"
+            require(torch.equal(random, shared.capture.random_state()), f"{_OP}: {text}; set dropout to 0")
+            self._replay, _ = shared.capture(self._forward)
+            if self._sent:
+                self._replay_backward, _ = shared.capture(self._backward)
+
+    def _forward(self) -> list[Tensor]:
+        with torch.no_grad():
+            outputs = self._start()
+            self._outputs = [self._shared.like("output", i, out) for i, out in enumerate(outputs)]
+            _copy(outputs, self._outputs)
+        return []
+
+    def _backward(self, warms_up: bool = False) -> list[Tensor]:
+        with self._unchanged_buffers():  # forward has changed them
+            self._is_recorded = [out.requires_grad for out in self._start()]
+            self._sent = [self._shared.like("sent", i, part) for i, part in enumerate(self._recorded)]
+            for grad in self._sent if warms_up else ():
+                grad.zero_()  # so a main_grad gets zeros
+            gradients = self._finish()
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._gradients[i] = self._shared.like("gradient", i, gradient).copy_(gradient)
+        return []
+
+    def kept(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
+        return args[: len(self._args)]
+
+    def forward(self, args: Sequence[Tensor]) -> tuple[object, tuple[Tensor, ...]]:
+        self._shared.capture.wait_for_other_streams()
+        _copy(args, self._args)
+        self._replay()
+        return None, tuple(map(_clone, self._outputs))
+
+    def backward(self, call: object, kept: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor | None]:
+        self._shared.capture.wait_for_other_streams()
+        _copy(kept, self._args)
+        _copy(self._of_recorded(sent), self._sent)
+        self._replay_backward()
+        return [*map(_clone, self._gradients)]
 
 
 class _Replay(torch.autograd.Function):
@@ -198,24 +302,28 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, graph, *inputs):
         ctx.graph = graph
         ctx.call, outputs = graph.forward(inputs)
+        ctx.save_for_backward(*graph.kept(inputs))
         ctx.mark_non_differentiable(*(o for o, needs in zip(outputs, graph._is_recorded, strict=True) if not needs))
         return outputs
 
     @staticmethod
     @differentiable_once
     def backward(ctx, *sent):
-        return None, *ctx.graph.backward(ctx.call, sent)
+        return None, *ctx.graph.backward(ctx.call, ctx.saved_tensors, sent)
 
 
 class Capture:
     """Captures functions as CUDA graphs, on one stream.
 
-    Each graph has its own memory pool. With a common pool, a replay of forward would overwrite the gradients of the
-    last backward with temporaries, although autograd still adds to these gradients.
+    shares: whether the graphs have one memory pool. Then a replay overwrites all that the graphs captured before it
+    have left in the pool. Otherwise each graph has its own pool. For example, autograd still adds to the gradients of
+    the last backward when a replay of forward writes its temporaries.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shares: bool = False) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle() if shares else None
+        self._used_on: torch.cuda.Stream | None = None
 
     @staticmethod
     def is_active() -> bool:
@@ -233,9 +341,91 @@ class Capture:
     def __call__(self, run: Callable[[], list[Tensor | None]]) -> tuple[Callable[[], None], list[Tensor | None]]:
         """Returns a function that replays what `run` launches, and the results, which a replay overwrites."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, stream=self.stream):
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             results = run()
         return graph.replay, results
+
+    def wait_for_other_streams(self) -> None:
+        """Makes the current stream wait for the last replay, if that was on another stream."""
+        current = torch.cuda.current_stream(self.device)
+        if self._used_on is not None and self._used_on != current:
+            current.wait_stream(self._used_on)
+        self._used_on = current
+
+    def random_state(self) -> Tensor:
+        """Returns the state of the device's random numbers. A draw changes it."""
+        return torch.cuda.get_rng_state(self.device)
+
+
+class SharedMemory:
+    """What all `Recomputed` layers of a device write in turn: the pool of their graphs, and arguments and results."""
+
+    _of_device: WeakValueDictionary[torch.device, SharedMemory] = WeakValueDictionary()
+
+    def __init__(self, device: torch.device) -> None:
+        self.capture = Capture(device, shares=True)
+        self._tensors: dict[tuple, Tensor] = {}
+
+    @classmethod
+    def of(cls, device: torch.device) -> SharedMemory:
+        shared = cls._of_device.get(device)
+        if shared is None:
+            shared = cls._of_device[device] = cls(device)
+        return shared
+
+    def like(self, role: str, i: int, x: Tensor) -> Tensor:
+        """Returns the tensor for argument or result number i of a layer, with the shape and dtype of x."""
+        key = role, i, x.shape, x.stride(), x.dtype
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty_like(x, requires_grad=False)
+        return self._tensors[key]
+
+
+def _without_tensors(value: object, tensors: list[Tensor]) -> object:
+    """Appends the tensors of a value to a list. Returns the value with None in a frame in place of each.
+
+    Containers become pairs of their type and their contents, so that any tuple in a result is such a pair."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return (Tensor, ())
+    if type(value) in (tuple, list):
+        return type(value), [_without_tensors(part, tensors) for part in value]
+    if type(value) is dict:
+        return dict, [(name, _without_tensors(part, tensors)) for name, part in value.items()]
+    return value
+
+
+def _with_tensors(rest: object, tensors: Iterator[Tensor]) -> object:
+    """Undoes `_without_tensors`."""
+    if type(rest) is not tuple:
+        return rest
+    kind, parts = rest
+    if kind is Tensor:
+        return next(tensors)
+    if kind is dict:
+        return {name: _with_tensors(part, tensors) for name, part in parts}
+    return kind(_with_tensors(part, tensors) for part in parts)
+
+
+def _leaves(tensors: Sequence[Tensor], samples: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors as leaves that need gradients where samples do. They are zero, except for masks of bool,
+    which have the values of the samples: attention where all is masked gives NaN."""
+    found = []
+    for to, x in zip(tensors, samples, strict=True):
+        to = to.detach()
+        to.copy_(x) if x.dtype == torch.bool else to.zero_()
+        found.append(to.requires_grad_(x.requires_grad and torch.is_grad_enabled()))
+    return found
+
+
+@torch.no_grad()
+def _copy(values: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+    for source, target in zip(values, to, strict=False):  # autograd's inputs are arguments, then parameters
+        target.copy_(source)
+
+
+def _clone(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clone()
 
 
 def _mode(layer: nn.Module, x: Tensor) -> tuple[bool, bool, torch.dtype | None]:
@@ -261,18 +451,15 @@ def _memory(owner: object, name: str) -> tuple[int, bool] | None:
 
 
 def _check_samples(sample_args: Sequence[Tensor]) -> None:
-    require(len(sample_args) > 0, f"{_OP}: sample_args must be the arguments of a call, got none")
+    require(len(sample_args) > 0, f"{_OP}: sample_args must have tensors, got none")
     for i, x in enumerate(sample_args):
-        if not isinstance(x, Tensor) or is_dtensor(x):
-            fail(_OP, f"sample_args must be plain tensors, got {type(x).__name__} as number {i}")
+        require(not is_dtensor(x), f"{_OP}: sample_args must have plain tensors, got a DTensor as number {i}")
         require(x.is_cuda, f"{_OP}: sample_args must be on a GPU, because a CPU has no CUDA graphs, got {x.device}")
         first = sample_args[0].device
         require(x.device == first, f"{_OP}: sample_args must be on one device, {first}, got {x.device}")
 
 
 def _check_argument(i: int, x: Tensor, sample: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        fail(_OP, f"argument {i} must be a tensor, got {type(x).__name__}")
     if (x.dtype, x.device, x.dim()) != (sample.dtype, sample.device, sample.dim()):
         wanted, got = (f"{t.dtype} of {t.dim()} dimensions on {t.device}" for t in (sample, x))
         fail(_OP, f"argument {i} must be as its sample, {wanted}, got {got}")
