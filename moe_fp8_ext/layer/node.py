@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial, reduce
 from itertools import chain
 from typing import NamedTuple
@@ -25,6 +27,7 @@ from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.training.watch import LayerWatch, watched
 
 _combine = torch.ops.moe_fp8.combine.default
+_is_read: ContextVar[Callable[[], bool] | None] = ContextVar("_is_read", default=None)
 
 
 class Call(NamedTuple):
@@ -178,12 +181,25 @@ class Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, stand_in, finish):
+        is_read = _is_read.get()
+        if is_read is not None and not is_read():
+            return stand_in
         with below_autograd(), without_autocast(stand_in):
             return cast(finish(), stand_in.dtype)
 
     @staticmethod
     def backward(ctx, dout):
         return dout, None
+
+
+@contextmanager
+def read_if(is_read: Callable[[], bool]) -> Iterator[None]:
+    """A context in which `Finish` asks whether anything will read the values of its output. It computes no others."""
+    token = _is_read.set(is_read)
+    try:
+        yield
+    finally:
+        _is_read.reset(token)
 
 
 def computed(call: Call, source: Source, *inputs: Tensor | None) -> Tensor:
@@ -202,7 +218,11 @@ def computed(call: Call, source: Source, *inputs: Tensor | None) -> Tensor:
 def node_of(out: Tensor) -> torch.autograd.graph.Node | None:
     """Returns the node of the layer that `computed` out, or None without gradients."""
     node = out.grad_fn
-    return node.next_functions[0][0] if node is not None and node.name() == "FinishBackward" else node
+    return node.next_functions[0][0] if node is not None and is_finish(node) else node
+
+
+def is_finish(node: torch.autograd.graph.Node) -> bool:
+    return node.name() == "FinishBackward"
 
 
 def _gradients(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> Inputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import itemgetter
@@ -16,6 +17,7 @@ from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.layer.frozen import FrozenWeight
 from moe_fp8_ext.layer.modules import Experts
+from moe_fp8_ext.layer.node import is_finish, read_if
 from moe_fp8_ext.ops.checks import check_bool, check_module, fail, require
 from moe_fp8_ext.ops.dispatch import differentiable_once
 from moe_fp8_ext.quantization.casting import autocast_dtype
@@ -249,6 +251,7 @@ class Recomputed(Graphed):
         self._shared = shared = SharedMemory.of(samples[0].device)
         self._args = _leaves([shared.like("argument", i, x) for i, x in enumerate(samples)], samples)
         self._gradients: list[Tensor | None] = [None] * (len(samples) + len(self._parameters))
+        self._count: float = math.inf  # of the tensors that autograd saves in forward, if it may end there
         random = shared.capture.random_state()
         with self._unchanged_buffers():
             with shared.capture.warm_up():
@@ -270,7 +273,11 @@ class Recomputed(Graphed):
 
     def _backward(self, warms_up: bool = False) -> list[Tensor]:
         with self._unchanged_buffers():  # forward has changed them
-            self._is_recorded = [out.requires_grad for out in self._start()]
+            with _counted_saves() as saves, read_if(lambda: len(saves) < self._count):
+                outputs = self._start()
+            self._count = math.inf if any(map(_may_keep_values, outputs)) else len(saves)
+            self._is_recorded = [out.requires_grad for out in outputs]
+            del outputs
             self._sent = [self._shared.like("sent", i, part) for i, part in enumerate(self._recorded)]
             for grad in self._sent if warms_up else ():
                 grad.zero_()  # so a main_grad gets zeros
@@ -422,6 +429,35 @@ def _leaves(tensors: Sequence[Tensor], samples: Sequence[Tensor]) -> list[Tensor
 def _copy(values: Sequence[Tensor], to: Sequence[Tensor]) -> None:
     for source, target in zip(values, to, strict=False):  # autograd's inputs are arguments, then parameters
         target.copy_(source)
+
+
+@contextmanager
+def _counted_saves() -> Iterator[list[None]]:
+    """A context that lists the tensors which autograd saves."""
+    saves: list[None] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saves.append(None) or x, lambda x: x):
+        yield saves
+
+
+def _may_keep_values(out: Tensor) -> bool:
+    """Whether a node in Python computed an output from the result of experts. Such a node may keep more than autograd
+    saves for it, so the result must be computed."""
+    reaches: dict[object, bool] = {}
+    found, nodes = False, [out.grad_fn]
+    while nodes:  # visits each node before and after the nodes that it leads to
+        node = nodes[-1]
+        following = [] if node is None or is_finish(node) else [following for following, _ in node.next_functions]
+        missing = [n for n in following if n is not None and n not in reaches]
+        if missing:
+            nodes += missing
+            continue
+        nodes.pop()
+        if node is None or node in reaches:
+            continue
+        reaches[node] = is_finish(node) or any(reaches.get(n, False) for n in following)
+        is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        found = found or (reaches[node] and is_python and not is_finish(node))
+    return found
 
 
 def _clone(x: Tensor | None) -> Tensor | None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import assert_same, blocks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moe_fp8_ext import Experts, MoE, Router, graphed, reuse_weights, stats, validate
@@ -353,6 +354,69 @@ def test_checkpoint_holds_between_the_calls_that_have_no_graph(where: str) -> No
     calls = layer.calls.clone()
     step(x[1:], power=2).sum().backward()
     assert layer.calls == calls + 2
+
+
+class Square(torch.autograd.Function):
+    """A node that keeps a tensor behind autograd's back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> Tensor:
+        return 2 * ctx.x * dout
+
+
+class Residual(nn.Module):
+    """Experts within a layer of a transformer, with a step of the layer behind them."""
+
+    def __init__(self, behind: Callable[[Tensor], Tensor], times: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.moe = MoE(Router(E, D, TOP_K), Experts(E, D, F, dtype=torch.bfloat16))
+        self.behind, self.times = behind, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x + self.behind(self.moe(x)[0])
+        return x
+
+
+@pytest.mark.parametrize(
+    ("behind", "times", "products"),
+    [
+        (lambda y: y, 1, 7),  # up, down; up; 4 gradients
+        (lambda y: 2 * y.float(), 1, 7),
+        (torch.square, 1, 8),  # up, down; up, down; 4 gradients
+        (Square.apply, 1, 8),
+        (lambda y: y, 2, 15),  # only the last product of the last experts is not needed
+    ],
+    ids=["sum", "scaled sum", "square", "square of a user", "twice"],
+)
+def test_checkpoint_leaves_out_the_last_product(
+    behind: Callable[[Tensor], Tensor], times: int, products: int, where: str
+) -> None:
+    """Gradients do not need it, unless a step behind the experts keeps what it read."""
+    layer = Residual(behind, times).to(where)
+    eager, sample = copy.deepcopy(layer), tokens(where, 9)
+    step = graphed(layer, sample, checkpoint=True)
+    x, counted = tokens(where, 0), Products()
+    with torch.autograd.set_multithreading_enabled(False), counted if where == "cpu" else nullcontext():
+        step(x).sum().backward()
+    grad, x.grad = x.grad, None
+    eager(x).sum().backward()
+    assert_same([grad, *gradients(layer)], [x.grad, *gradients(eager)])
+    assert where != "cpu" or counted.number == products
+
+
+class Products(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.number += op is torch.ops.moe_fp8.scaled_grouped_mm.default
+        return op(*args, **(kwargs or {}))
 
 
 def test_checkpoint_draws_no_random_numbers(where: str) -> None:
