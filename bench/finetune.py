@@ -3,8 +3,8 @@
 `--impl ours` has the experts of an FP8 checkpoint, multiplied as they are, with adapters as factors. `--impl stock` is
 Transformers with PEFT in BF16, with experts by "grouped_mm". Weights are random, and so are tokens: routers send about
 as many to every expert. Adapters are on the linear layers of attention and on the weights of experts. Every layer is
-checkpointed. Both implementations have the same attention, optimizer and loss. No step waits for the device: losses are
-read after the last one. `--profile` says where the time of one more step goes.
+computed again in backward. Both implementations have the same attention, optimizer and loss. No step waits for the
+device: losses are read after the last one. `--profile` says where the time of one more step goes.
 
 It needs transformers, peft and accelerate. Each implementation runs in a process of its own.
 """
@@ -40,6 +40,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import moe_fp8_ext
+from moe_fp8_ext.integrations.layer_graphs import graph_layers_
 from moe_fp8_ext.integrations.transformers import register
 
 MODELS = "Qwen3-30B-A3B", "GLM-4.5-Air", "tiny"
@@ -108,7 +109,8 @@ def with_adapters(model: nn.Module, args: argparse.Namespace, device: torch.devi
         for layer in base.model.layers:
             layer.forward = compiled_in_checkpoint(layer)
         return model.train()
-    base.gradient_checkpointing_enable(dict(use_reentrant=False))
+    if not args.graphs:
+        base.gradient_checkpointing_enable(dict(use_reentrant=False))
     for layer in base.model.layers if args.compile else ():
         for module in (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm):
             module.forward = torch.compile(module.forward)  # and not the module, whose hooks would be compiled too
@@ -183,11 +185,16 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
             optimizer.zero_grad()
         losses.append(loss.detach())
 
+    if args.graphs:
+        with phases("graphs"), torch.autocast(device.type, torch.bfloat16, enabled=is_autocast):
+            graph_layers_(model, input_ids=batches[0])
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
     with phases("warm"):
         seconds_of_steps(step, batches[: args.warm], device)
     with phases("steps"):
         timed = seconds_of_steps(step, batches[args.warm : args.warm + args.steps], device)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    peak = torch.cuda.max_memory_allocated() + bytes_of_graphs() if device.type == "cuda" else None
     profile = {}
     if args.profile:
         with phases("profile"):
@@ -206,10 +213,16 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
     )
 
 
+def bytes_of_graphs() -> int:
+    """The memory pools of CUDA graphs. What their replays write there does not count as allocated."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+
+
 def measure(args: argparse.Namespace, device: torch.device) -> dict:
     phases = Phases(device)
     config = config_of(args)
-    known = ("model", "impl", "rank", "context", "sequences", "adapters", "attention_only", "compile")
+    known = ("model", "impl", "rank", "context", "sequences", "adapters", "attention_only", "compile", "graphs")
     result = environment(device) | {name: getattr(args, name) for name in known}
     result |= dict(layers=config.num_hidden_layers, of_layers=layers_of(args.model))
     result |= {name: version(name) for name in ("transformers", "peft")}
@@ -254,6 +267,8 @@ def main() -> None:
                         "products in BF16 by torch.autocast, float32 or bfloat16; by default %(default)s")  # fmt: skip
     parser.add_argument("--compile", choices=("attention", "layers"), help="compile, by torch.compile, attention and "
                         "norms of every layer, or the whole layer")  # fmt: skip
+    parser.add_argument("--graphs", action="store_true", help="run every layer as CUDA graphs, by `graph_layers_`, "
+                        "in place of gradient checkpointing")  # fmt: skip
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
     parser.add_argument("--warm", type=int, default=3, metavar="N", help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are timed")
@@ -261,6 +276,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="add the result to this JSON file, such as "
                         f"bench/results/{tables.FINETUNE}")  # fmt: skip
     args = parser.parse_args()
+    if args.graphs and args.compile == "layers":
+        parser.error("--graphs captures layers, and --compile layers replaces them: choose one")
     if args.checkpoint and args.impl == "stock":
         parser.error("--checkpoint is for --impl ours: the checkpoint is one in FP8")
     result = measure(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -342,8 +342,13 @@ def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:
 
 
 def finetune_name(run: dict) -> str:
+    return f"{run['model']}{finetune_variant(run)}, {run['device'].removeprefix('NVIDIA ')}, {finetune_experts(run)}"
+
+
+def finetune_variant(run: dict) -> str:
+    """How the layers of a run are made faster, for both kinds of experts."""
     compiled = f", {run['compile']} compiled" if run.get("compile") else ""
-    return f"{run['model']}{compiled}, {run['device'].removeprefix('NVIDIA ')}, {finetune_experts(run)}"
+    return f"{compiled}, CUDA graphs" if run.get("graphs") else compiled
 
 
 def finetune_experts(run: dict) -> str:
@@ -354,9 +359,11 @@ def finetune_row(run: dict, runs: list[dict]) -> list[str]:
     """A run, and its relation to the run of stock on the same GPU, of the same model and step."""
     same = "device", "model", "layers", "rank", "context", "sequences", "adapters", "attention_only", "compile", "impl"
     key = {name: run.get(name) for name in same} | {"impl": "stock"}
-    stock = next((other for other in runs if all(other.get(name) == value for name, value in key.items())), None)
+    stocks = [other for other in runs if all(other.get(name) == value for name, value in key.items())]
+    graphed = [other for other in stocks if bool(other.get("graphs")) == bool(run.get("graphs"))]
+    stock = next(iter(graphed or stocks), None)
     layers = "" if run["layers"] == run["of_layers"] else f", {run['layers']} of {run['of_layers']} layers"
-    layers += f", {run['compile']} compiled" if run.get("compile") else ""
+    layers += finetune_variant(run)
     where = "attention" if run["attention_only"] else "attention and experts"
     cells = [f"{run['model']}{layers}", f"{run['sequences']} x {run['context']:,}"]
     cells += [f"r={run['rank']}, {run['adapters']}, {where}", f"{run['device']} at {(run['commit'] or 'unknown')[:7]}"]
