@@ -6,38 +6,40 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext.ops.checks import check_module, require
-from moe_fp8_ext.training.cuda_graph import graphed
+from moe_fp8_ext.training.cuda_graph import Recomputed, graphed
 
 _OP = "graph_layers_"
+_OF_LOSSES = frozenset({"num_items_in_batch"})  # models hand it to their layers, too
 
 
 def graph_layers_(model: nn.Module, **inputs: object) -> list[nn.Module]:
     """Replaces forward and backward of every layer of a Transformers model by CUDA graphs that compute it again.
 
-        model.train()
-        layers = graph_layers_(model, input_ids=batch["input_ids"])
-        ...                                   train as with gradient checkpointing
+        layers = graph_layers_(model.train(), **batch)
+        ...                                 train as with gradient checkpointing
         for layer in layers:
-            del layer.forward                 to undo it
+            del layer.forward               to undo it
 
     A layer is captured by `graphed` with `checkpoint=True`, so all rules of `graphed` apply. It replaces gradient
-    checkpointing. A batch with inputs of other sizes runs without graphs, with gradient checkpointing.
+    checkpointing. A batch of another size runs without graphs, with gradient checkpointing. A second call adds graphs
+    for batches such as its own. Transformers gives layers no mask if a batch has no padding, so batches with padding
+    and without need graphs of their own.
 
     Call it last: after adapters were added, after `convert_`, and inside the torch.autocast of training, if that is on.
     Calls do not see what Python would do differently after the capture, such as new hooks of modules in a layer.
 
     Args:
         model: a model in training mode, on one GPU. A model of PEFT may be around it.
-        inputs: a batch of training, as the model takes it: input_ids, and attention_mask if batches have one.
+        inputs: a batch of training, with all arguments that the model gets in training. Its values are not trained on.
 
     Returns:
-        the layers. They are captured one by one; an error leaves the model as it was.
+        the layers. An error leaves the model as it was.
 
     Raises:
         ImportError: Transformers is missing.
         TypeError: model is no module.
         RuntimeError: model is not in training mode; its gradient checkpointing is on, or `output_router_logits`, whose
-            logits a graph would not return; a layer does not run once, or returns no tensor; or `graphed` raises.
+            logits a graph would not return; it caches keys and values; a layer does not run; or `graphed` raises.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer  # imported here, because it takes long
 
@@ -51,26 +53,42 @@ def graph_layers_(model: nn.Module, **inputs: object) -> list[nn.Module]:
     logits = any(getattr(getattr(m, "config", None), "output_router_logits", False) for m in model.modules())
     text = "because graphs return no logits, got True; add a loss that balances experts another way"
     require(not logits, f"{_OP}: output_router_logits of the config must be False, {text}")
-    calls = _calls(model, list(layers), inputs)
+    calls = _first_calls(model, list(layers), inputs)
     for layer, name in layers.items():
-        count = len(calls[layer])
-        require(count == 1, f"{_OP}: {name} must run once for the given inputs, got {count} calls")
-    made = {}
-    for layer in layers:
-        args, kwargs = calls[layer].pop()
-        made[layer] = graphed(layer, *args, checkpoint=True, **kwargs)
+        require(layer in calls, f"{_OP}: {name} must run in a call with the given inputs, got no run")
+        args, kwargs = calls[layer]
+        text = "because every call would write to it, got one; set model.config.use_cache = False"
+        require(not any(map(_is_cache, (*args, *kwargs.values()))), f"{_OP}: {name} must get no cache, {text}")
+    made = {layer: graphed(layer, *args, checkpoint=True, **kwargs) for layer, (args, kwargs) in calls.items()}
     for layer, function in made.items():
+        function.ignored = _OF_LOSSES
+        function.other = layer.forward if isinstance(layer.forward, Recomputed) else None
         layer.forward = function
-    return [*made]
+    return list(layers)
 
 
-def _calls(model: nn.Module, layers: list[nn.Module], inputs: dict[str, object]) -> dict[nn.Module, list[tuple]]:
-    """Returns the arguments of each layer's calls. The model runs with layers that return their first argument."""
-    calls: dict[nn.Module, list[tuple]] = {layer: [] for layer in layers}
+def _is_cache(value: object) -> bool:
+    from transformers.cache_utils import Cache  # imported here, because it takes long
+
+    return isinstance(value, Cache)
+
+
+class _AllRan(Exception):
+    """Ends a call of a model whose layers have all run."""
+
+
+def _first_calls(
+    model: nn.Module, layers: list[nn.Module], inputs: dict[str, object]
+) -> dict[nn.Module, tuple[tuple, dict]]:
+    """Returns the arguments of each layer's first call. Until all layers have run, the model runs with stand-ins that
+    return their first argument."""
+    calls: dict[nn.Module, tuple[tuple, dict]] = {}
     forwards = {layer: vars(layer).get("forward") for layer in layers}
 
     def stand_in(layer: nn.Module, *args: object, **kwargs: object) -> Tensor:
-        calls[layer].append((args, kwargs))
+        calls.setdefault(layer, (args, {name: kwargs[name] for name in kwargs.keys() - _OF_LOSSES}))
+        if len(calls) == len(layers):
+            raise _AllRan
         x = args[0] if args else kwargs["hidden_states"]
         trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in layer.parameters())
         return x.detach().requires_grad_(trains or x.requires_grad)
@@ -78,7 +96,9 @@ def _calls(model: nn.Module, layers: list[nn.Module], inputs: dict[str, object])
     try:
         for layer in layers:
             layer.forward = stand_in.__get__(layer)
-        model.get_decoder()(**inputs, use_cache=False)
+        model(**inputs)
+    except _AllRan:
+        pass
     finally:
         for layer, forward in forwards.items():
             del layer.forward

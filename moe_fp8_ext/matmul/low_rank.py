@@ -77,9 +77,11 @@ class Factor:
             layout = torch.preserve_format if by_column else torch.contiguous_format
             return m if is_made else m.to(torch.bfloat16, copy=True, memory_format=layout)
         sizes = *(e + more_experts for e in experts), *((width, rank) if by_column else (rank, width))
-        out = (m.new_zeros if is_padded else m.new_empty)(sizes, dtype=torch.bfloat16)
+        out = (m.new_zeros if missing else m.new_empty)(sizes, dtype=torch.bfloat16)
         out = out.mT if by_column else out
         given = out[:-1] if more_experts else out
+        if more_experts and not missing:
+            out[-1].zero_()
         torch.mul(m, self.scaling, out=given[..., : m.shape[-2], :] if missing else given)  # rounds once
         return out
 

@@ -116,7 +116,10 @@ class Graphed:
 
     Attributes:
         layer: the module that was captured.
+        ignored: names of keywords that layers get and do not read.
     """
+
+    ignored: frozenset[str] = frozenset()
 
     def __init__(self, layer: nn.Module, sample: Arguments) -> None:
         eager = layer.forward
@@ -130,7 +133,7 @@ class Graphed:
     def __call__(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
         if torch.compiler.is_compiling():
             return self._run(args, kwargs)
-        given = Arguments.of(args, kwargs)
+        given = Arguments.of(args, {name: kwargs[name] for name in kwargs.keys() - self.ignored})
         if not self._stands_for(given):
             return self._run(args, kwargs)
         return self._pack(_Replay.apply(self, *given.tensors, *self._parameters))
@@ -203,10 +206,12 @@ class Graphed:
         for i, (x, sample) in enumerate(zip(given.tensors, self._args, strict=True)):
             _check_argument(i, x, sample)
             has_sizes = has_sizes and x.shape == sample.shape
+        if not has_sizes:
+            return False
         for (owner, name), memory in zip(self._tensors, self._memory, strict=True):
             if _memory(owner, name) != memory:
                 fail(_OP, f"{name} must have the memory and requires_grad of the capture, got others; capture again")
-        return has_sizes
+        return True
 
     def kept(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the tensors that backward takes again."""
@@ -240,9 +245,17 @@ class Graphed:
 
 
 class Recomputed(Graphed):
-    """The function of a layer that is computed again in backward. Between calls its graphs hold no values."""
+    """The function of a layer that is computed again in backward. Between calls its graphs hold no values.
+
+    Attributes:
+        other: the function of the same layer for calls that this one has no graph for, if there is one.
+    """
+
+    other: Recomputed | None = None
 
     def _run(self, args: Sequence[object], kwargs: dict[str, object]) -> object:
+        if self.other is not None:
+            return self.other(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self._eager(*args, **kwargs)
         return checkpointed(self._eager, *args, use_reentrant=False, **kwargs)

@@ -1,7 +1,6 @@
 """`graphed`: outputs, gradients and buffers are the layer's own, byte for byte, and misuse raises.
 
-On a CPU a stand-in takes the place of CUDA graphs: it keeps one set of tensors and writes them in every replay, as a
-graph does, so that all rules about memory show. The same tests capture real graphs on a GPU.
+On a CPU a stand-in takes the place of CUDA graphs. The same tests capture real graphs on a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers import assert_same, blocks
+from stand_in_graphs import stand_in_for_graphs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -23,37 +23,11 @@ from moe_fp8_ext.training import cuda_graph
 E, D, F, TOP_K, TOKENS = 4, 64, 32, 2, 48
 
 
-class StandIn:
-    """`Capture` without CUDA graphs: a replay runs the function again, and writes the results where the first are."""
-
-    def __init__(self, device: torch.device, shares: bool = False) -> None:
-        assert device.type == "cpu"
-
-    is_active = staticmethod(lambda: False)
-    warm_up = staticmethod(nullcontext)
-    wait_for_other_streams = staticmethod(lambda: None)
-    random_state = staticmethod(torch.get_rng_state)
-
-    def __call__(self, run: Callable[[], list[Tensor | None]]) -> tuple[Callable[[], None], list[Tensor | None]]:
-        results, enabled = run(), torch.is_grad_enabled()
-
-        def replay() -> None:
-            with torch.set_grad_enabled(enabled):
-                again = run()
-            for to, value in zip(results, again, strict=True):
-                if to is not None:
-                    to.detach().copy_(value.detach())
-
-        return replay, results
-
-
 @pytest.fixture
 def where(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The device of a layer that can be captured."""
-    monkeypatch.setattr(cuda_graph.SharedMemory, "_of_device", {})
     if device == "cpu":
-        monkeypatch.setattr(cuda_graph, "Capture", StandIn)
-        monkeypatch.setattr(cuda_graph, "_check_samples", lambda sample_args: None)
+        stand_in_for_graphs(monkeypatch)
     return device
 
 
