@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import fp8_checkpoints
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_same, blocks
 from stand_in_graphs import stand_in_for_graphs
 from torch import Tensor, nn
 from transformers_models import MODELS, tiny_model, transformers
@@ -129,6 +129,14 @@ def test_adapters_over_an_fp8_checkpoint(autocasts: bool, where: str, replays: l
     graph_layers_(model, **batch(where))
     with pytest.raises(RuntimeError, match="requires_grad of the capture"), model.disable_adapter():
         model(**batch(where))
+
+
+def test_page(where: str, replays: list[object]) -> None:
+    _, code = blocks("docs/cuda-graphs.md")
+    model = tiny("qwen3_moe", where)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(code, dict(model=model, optimizer=optimizer, batch=batch(where), batches=[batch(where, 1), batch(where, 2)]))
+    assert len(replays) == 4 and not any("forward" in vars(layer) for layer in model.model.layers)
 
 
 def test_mistakes(where: str) -> None:

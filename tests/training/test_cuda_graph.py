@@ -145,7 +145,7 @@ def test_experts_take_ids_and_scores(checkpoints: bool, where: str, replays: lis
 
 
 def test_page(where: str, replays: list[object]) -> None:
-    (code,) = blocks("docs/cuda-graphs.md")
+    code, _ = blocks("docs/cuda-graphs.md")
     names: dict[str, object] = {"device": where}
     exec(code, names)
     assert len(replays) == 6 and names["router"].e_score_correction_bias.any()
