@@ -360,6 +360,18 @@ def hooks_saved_tensors() -> Callable[[], bool]:
     return lambda: top(False) is not None
 
 
+@_choose(
+    "torch._C._len_torch_dispatch_stack",
+    "whether something sees all ops, such as a counter of FLOPs",
+    lambda: False,
+    "it sees no op of a layer that a CUDA graph replays",
+)
+def has_dispatch_mode() -> Callable[[], bool]:
+    number = torch._C._len_torch_dispatch_stack
+    _expect(number() == 0)
+    return lambda: number() > 0
+
+
 class WrapperSubclass(NamedTuple):
     """The tensor subclass of a weight that FSDP2 gathers in FP8."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.layer.frozen import FrozenWeight
@@ -52,7 +53,8 @@ def graphed(layer: nn.Module, *sample_args: object, checkpoint: bool = False, **
 
     - A tensor among the arguments has other sizes than its sample, or another argument has another value.
     - Training mode, grad mode or torch.autocast differ from the capture.
-    - The call is traced, captured by another graph, inside `validate()`, or measured by `stats`.
+    - The call is traced, captured by another graph, inside `validate()`, measured by `stats`, or seen by a
+      `TorchDispatchMode`, such as a counter of FLOPs.
 
     Without `checkpoint`, backward must run once for each call, before the next call. So a pipeline with several
     micro-batches in flight needs one `graphed` for each micro-batch. Under `torch.utils.checkpoint` backward raises,
@@ -200,7 +202,7 @@ class Graphed:
         """Whether a replay computes what the layer would. Raises for a call that looks like a mistake."""
         if _mode(self.layer, self._args[0]) != self._mode or given.rest != self._rest:
             return False
-        if Capture.is_active() or validates() or sampling():
+        if Capture.is_active() or validates() or sampling() or _torch.has_dispatch_mode():
             return False
         has_sizes = True
         for i, (x, sample) in enumerate(zip(given.tensors, self._args, strict=True)):
