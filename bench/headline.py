@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from operator import itemgetter
 
 import whole_tables
 from case import commits_of
@@ -15,8 +16,7 @@ ROWS = 5
 PICTURES = """\
 <p align="center">
 <img src="docs/pictures/layer_speed.png" width="49%" alt="Speed of an MoE layer over BF16, by model">
-<img src="docs/pictures/layer_memory.png" width="49%" alt="Activations that a layer keeps for backward, by model">
-</p>"""
+<img src="docs/pictures/layer_memory.png" width="49%" alt="Activations that a layer keeps for backward"></p>"""
 
 Layer = tuple[int, ...]  # T, D, F, E, top_k
 
@@ -64,7 +64,9 @@ def models_of(layers: list[Layer]) -> dict[str, Layer]:
     return found
 
 
-def text(results: dict[str, dict], sonicmoe: dict | None, whole: dict | None) -> str:
+def text(
+    results: dict[str, dict], sonicmoe: dict | None, whole: dict | None, finetuned: list[dict] | None = None
+) -> str:
     torch_speed, at = over_torch(results, whole)
     if not torch_speed:
         return "Not measured yet: `make bench` on a GPU fills this part."
@@ -87,18 +89,35 @@ def text(results: dict[str, dict], sonicmoe: dict | None, whole: dict | None) ->
     )
     lines = tabulate(body, headings, tablefmt="github", colalign=["left", *["right"] * 3], disable_numparse=True)
     speeds = [cells[1:3] for cells in body]
-    return "\n\n".join((claim(at, whole, speeds), PICTURES, lines, textwrap.fill(said(at, sonicmoe, whole), 120)))
+    claims = textwrap.fill(claim(at, whole, speeds) + finetuning(finetuned or []), 120)
+    return "\n\n".join((claims, PICTURES, lines, textwrap.fill(said(at, sonicmoe, whole), 120)))
+
+
+def finetuning(runs: list[dict]) -> str:
+    """A sentence about the fastest run of a whole model beside the fastest of Transformers, with the same step."""
+    speed_of = itemgetter("tokens_per_second")
+    whole = [run for run in runs if run["layers"] == run["of_layers"] and "tokens_per_second" in run]
+    ours = max((run for run in whole if run["impl"] == "ours" and run["sequences"] > 1), key=speed_of, default=None)
+    step = "device", "commit", "model", "context", "sequences", "rank", "adapters", "attention_only"
+    same = [run for run in whole if run["impl"] == "stock" and ours and all(run[n] == ours[n] for n in step)]
+    if not same:
+        return ""
+    stock = max(same, key=speed_of)
+    gain, memory = speed_of(ours) / speed_of(stock), ours["peak_bytes"] / stock["peak_bytes"]
+    link = f"[LoRA of {ours['model']} in FP8](docs/finetuning.md#speed)"
+    others = f"with Transformers and PEFT in BF16, with {memory:.2f} of the memory"
+    return f" On {ours['device']}, {link} is {gain:.2f} times as fast as {others}."
 
 
 def claim(at: str, whole: dict | None, speeds: list[tuple[str, str]]) -> str:
-    """What the table says, in a sentence: the least and the greatest speed of layers, and of steps."""
+    """What the table says: the least and the greatest speed of layers, and of steps."""
     of_layers, of_steps = ([cell for cell in column if cell != "-"] for column in zip(*speeds, strict=True))
     gpu = at.split(" at ")[0]
     found = f"On {gpu}, an MoE layer is {between(of_layers)} times as fast as with torch in BF16"
     if of_steps:
         where = "" if whole["device"] == gpu else f" on {whole['device']}"
         found += f". A whole training step{where} is {between(of_steps)} times as fast as with Transformers in BF16"
-    return textwrap.fill(f"{found}.", 120)
+    return f"{found}."
 
 
 def between(cells: list[str]) -> str:

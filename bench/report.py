@@ -242,7 +242,7 @@ def documents() -> dict[Path, str]:
     whole, waterfall = recorded_alone(tables.WHOLE), picture("waterfall", docs / "performance.md")
     layer_gains = {layer[1:]: gain for layer, gain in headline.over_torch(results, whole)[0].items()}
     made: dict[Path, dict[str, str]] = {  # page: its marked parts
-        ROOT / "README.md": {"figures": headline.text(results, beside_tables.sonicmoe(beside), whole)},
+        ROOT / "README.md": {"figures": headline.text(results, beside_tables.sonicmoe(beside), whole, finetuned[0])},
         docs / "performance.md": {
             "layer": tables.layer_table(results),
             "whole models": whole_tables.text(whole, layer_gains, waterfall),

@@ -260,6 +260,12 @@ def whole_models(commit: str) -> dict:
 STEPS = {"grouped_mm": (100e3, 60e3, 30e3), "moe_fp8_rowwise": (50e3, 60e3, 30e3)}
 
 
+FINETUNED = dict(
+    **dict(device="a GPU", commit="a" * 40, model="a model", context=8, rank=4, adapters="autocast"),
+    attention_only=False,
+)
+
+
 @pytest.mark.parametrize("commit", ["a" * 40, "c" * 40])
 def test_first_screen(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
     """The worse of even and uneven groups counts. Models come first. A layer may lack the figures of a model. Layers
@@ -288,6 +294,15 @@ def test_first_screen(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
     assert text.startswith(claim)
     assert "on a GPU at aaaaaaa" in text and "at bbbbbbb" in text
     assert ("do not compare" in text) == (commit[0] == "c") == ("at ccccccc" in text)
+    runs = [
+        dict(impl=impl, layers=2, of_layers=2, sequences=2, tokens_per_second=speed, peak_bytes=peak, **FINETUNED)
+        for impl, speed, peak in (("ours", 3.0, 5), ("stock", 1.5, 9), ("stock", 2.0, 10), ("ours", 1.0, 1))
+    ]
+    runs += [runs[0] | dict(tokens_per_second=9.0, layers=1), runs[0] | dict(tokens_per_second=9.0, sequences=1)]
+    text = " ".join(headline.text(results, sonicmoe, whole_models(commit), runs).split())
+    assert "On a GPU, [LoRA of a model in FP8](docs/finetuning.md#speed) is 1.50 times as fast as with" in text
+    assert "BF16, with 0.50 of the memory." in text
+    assert "LoRA" not in headline.text(results, sonicmoe, whole_models(commit), [runs[0]])
     assert "Whole models are not measured yet" in headline.text(results, None, None)
     assert "Not measured" in headline.text({}, sonicmoe, None)
 

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from helpers import ROOT
+from stand_in_graphs import stand_in_for_graphs
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -34,6 +35,21 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         return capsys.readouterr().out
 
     return run
+
+
+@pytest.mark.parametrize("impl", ["ours", "stock"])
+def test_finetune_with_graphs(bench, impl, monkeypatch):
+    """The losses of a run with graphs are the losses without."""
+    stand_in_for_graphs(monkeypatch)
+    losses = []
+    for options in ([], ["--graphs"]):
+        torch.manual_seed(0)  # for adapters
+        found = json.loads(bench("finetune", *FEW_STEPS, "--steps", 2, "--impl", impl, *options))
+        assert found["graphs"] == bool(options) and ("graphs" in found["seconds"]) == bool(options)
+        losses.append(found["losses"])
+    assert losses[0] == losses[1]
+    with pytest.raises(SystemExit):
+        bench("finetune", "--impl", impl, "--graphs", "--compile", "layers")
 
 
 @pytest.mark.parametrize(
