@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.random import fork_rng
 
 from moe_fp8_ext.ops.checks import check_module, require
-from moe_fp8_ext.training.cuda_graph import Recomputed, graphed
+from moe_fp8_ext.training.cuda_graph import Arguments, Recomputed, buffers_of, graphed, unchanged
 
 _OP = "graph_layers_"
 _OF_LOSSES = frozenset({"num_items_in_batch"})  # models hand it to their layers, too
@@ -38,8 +39,9 @@ def graph_layers_(model: nn.Module, **inputs: object) -> list[nn.Module]:
     Raises:
         ImportError: Transformers is missing.
         TypeError: model is no module.
-        RuntimeError: model is not in training mode; its gradient checkpointing is on, or `output_router_logits`, whose
-            logits a graph would not return; it caches keys and values; a layer does not run; or `graphed` raises.
+        RuntimeError: model is not in training mode; its gradient checkpointing is on, or one of `output_router_logits`
+            and `output_attentions`, which a graph would not return; it caches keys and values; a layer does not run, or
+            has a forward that is not its class's own; or `graphed` raises.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer  # imported here, because it takes long
 
@@ -47,12 +49,15 @@ def graph_layers_(model: nn.Module, **inputs: object) -> list[nn.Module]:
     require(model.training, f"{_OP}: model must be in training mode, got eval mode; call model.train() first")
     layers = {m: name for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
     require(len(layers) > 0, f"{_OP}: model must have layers of Transformers, got {type(model).__name__} without any")
+    own = [n for m, n in layers.items() if not isinstance(vars(m).get("forward", None), Recomputed | None)]
+    text = "must be its class's own, got another that the module itself has, such as one with hooks of accelerate"
+    require(not own, f"{_OP}: forward of {''.join(own[:1])} {text}")
     on = [name for layer, name in layers.items() if layer.gradient_checkpointing]
     text = "because graphs compute layers again themselves; call model.gradient_checkpointing_disable() first"
     require(not on, f"{_OP}: gradient checkpointing must be off, {text}, got it on in {''.join(on[:1])}")
-    logits = any(getattr(getattr(m, "config", None), "output_router_logits", False) for m in model.modules())
-    text = "because graphs return no logits, got True; add a loss that balances experts another way"
-    require(not logits, f"{_OP}: output_router_logits of the config must be False, {text}")
+    for option in ("output_router_logits", "output_attentions"):
+        on = any(getattr(getattr(module, "config", None), option, False) for module in model.modules())
+        require(not on, f"{_OP}: {option} of the config must be False, because graphs do not return them, got True")
     calls = _first_calls(model, list(layers), inputs)
     for layer, name in layers.items():
         require(layer in calls, f"{_OP}: {name} must run in a call with the given inputs, got no run")
@@ -80,28 +85,32 @@ class _AllRan(Exception):
 def _first_calls(
     model: nn.Module, layers: list[nn.Module], inputs: dict[str, object]
 ) -> dict[nn.Module, tuple[tuple, dict]]:
-    """Returns the arguments of each layer's first call. Until all layers have run, the model runs with stand-ins that
-    return their first argument."""
+    """Returns the arguments of each layer's first call. Layers run without gradients, until the last one is reached."""
     calls: dict[nn.Module, tuple[tuple, dict]] = {}
     forwards = {layer: vars(layer).get("forward") for layer in layers}
 
-    def stand_in(layer: nn.Module, *args: object, **kwargs: object) -> Tensor:
+    def run(layer: nn.Module, *args: object, **kwargs: object) -> object:
         calls.setdefault(layer, (args, {name: kwargs[name] for name in kwargs.keys() - _OF_LOSSES}))
         if len(calls) == len(layers):
             raise _AllRan
-        x = args[0] if args else kwargs["hidden_states"]
-        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in layer.parameters())
-        return x.detach().requires_grad_(trains or x.requires_grad)
+        given = Arguments.of(args, kwargs).tensors
+        needs = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *layer.parameters()))
+        with torch.no_grad():
+            out = Arguments.of((type(layer).forward(layer, *args, **kwargs),), {})
+        tensors = [x.detach().requires_grad_(needs and x.is_floating_point()) for x in out.tensors]
+        return Arguments(tensors, out.rest).call(lambda out: out)
 
-    try:
-        for layer in layers:
-            layer.forward = stand_in.__get__(layer)
-        model(**inputs)
-    except _AllRan:
-        pass
-    finally:
-        for layer, forward in forwards.items():
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward
+    device = next(model.parameters()).device
+    with unchanged(buffers_of(model)), fork_rng([device] if device.type == "cuda" else []):
+        try:
+            for layer in layers:
+                layer.forward = run.__get__(layer)
+            model(**inputs)
+        except _AllRan:
+            pass
+        finally:
+            for layer, forward in forwards.items():
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward
     return calls

@@ -27,7 +27,7 @@ from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.training.watch import LayerWatch, watched
 
 _combine = torch.ops.moe_fp8.combine.default
-_is_read: ContextVar[Callable[[], bool] | None] = ContextVar("_is_read", default=None)
+_unread: ContextVar[Callable[[Tensor], Tensor | None]] = ContextVar("_unread", default=lambda x: None)
 
 
 class Call(NamedTuple):
@@ -181,9 +181,9 @@ class Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, stand_in, finish):
-        is_read = _is_read.get()
-        if is_read is not None and not is_read():
-            return stand_in
+        unread = _unread.get()(stand_in)
+        if unread is not None:
+            return unread
         with below_autograd(), without_autocast(stand_in):
             return cast(finish(), stand_in.dtype)
 
@@ -193,13 +193,15 @@ class Finish(torch.autograd.Function):
 
 
 @contextmanager
-def read_if(is_read: Callable[[], bool]) -> Iterator[None]:
-    """A context in which `Finish` asks whether anything will read the values of its output. It computes no others."""
-    token = _is_read.set(is_read)
+def unread_outputs(unread: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """A context in which `Finish` asks for its output: a tensor if nothing will read the values, None to compute it.
+
+    `unread` gets a tensor of the output's shape and dtype."""
+    token = _unread.set(unread)
     try:
         yield
     finally:
-        _is_read.reset(token)
+        _unread.reset(token)
 
 
 def computed(call: Call, source: Source, *inputs: Tensor | None) -> Tensor:
@@ -218,11 +220,7 @@ def computed(call: Call, source: Source, *inputs: Tensor | None) -> Tensor:
 def node_of(out: Tensor) -> torch.autograd.graph.Node | None:
     """Returns the node of the layer that `computed` out, or None without gradients."""
     node = out.grad_fn
-    return node.next_functions[0][0] if node is not None and is_finish(node) else node
-
-
-def is_finish(node: torch.autograd.graph.Node) -> bool:
-    return node.name() == "FinishBackward"
+    return node.next_functions[0][0] if node is not None and node.name() == "FinishBackward" else node
 
 
 def _gradients(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> Inputs:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,7 +18,7 @@ from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.layer.frozen import FrozenWeight
 from moe_fp8_ext.layer.modules import Experts
-from moe_fp8_ext.layer.node import is_finish, read_if
+from moe_fp8_ext.layer.node import unread_outputs
 from moe_fp8_ext.ops.checks import check_bool, check_module, fail, require
 from moe_fp8_ext.ops.dispatch import differentiable_once
 from moe_fp8_ext.quantization.casting import autocast_dtype
@@ -48,10 +48,14 @@ def graphed(layer: nn.Module, *sample_args: object, checkpoint: bool = False, **
     With `checkpoint` a call keeps its arguments alone, as under `torch.utils.checkpoint`, and the graph of backward
     computes forward again. All layers of a device then share their graphs' memory. Any number of calls may be in
     flight, and gradients are copies. Buffers of the layer change in forward alone, so a router counts tokens once.
+    The graph of forward runs under `torch.no_grad()`.
+
+    An output that the loss does not use gets a gradient of zeros.
 
     A call runs the layer's own forward, without a graph, in these cases:
 
-    - A tensor among the arguments has other sizes than its sample, or another argument has another value.
+    - A tensor among the arguments has other sizes than its sample, or another argument has another value. With
+      `checkpoint`, also if a tensor has another dtype, or needs a gradient that its sample did not need.
     - Training mode, grad mode or torch.autocast differ from the capture.
     - The call is traced, captured by another graph, inside `validate()`, measured by `stats`, or seen by a
       `TorchDispatchMode`, such as a counter of FLOPs.
@@ -78,11 +82,12 @@ def graphed(layer: nn.Module, *sample_args: object, checkpoint: bool = False, **
         TypeError: layer is no module.
         RuntimeError: `graphed` raises if samples or the layer's tensors are not on one GPU; if an `Experts` has an ep,
             delay_wgrad, or adapters with dropout; if a parameter is a DTensor, or has gradients in the buffers of
-            Megatron's DDP; if `stats` or `validate()` are on; or if a layer draws random numbers with `checkpoint`. A
-            call raises if a tensor has another dtype, device or number of dimensions than its sample; if a tensor needs
-            a gradient and its sample did not; or if a parameter, buffer or main_grad has other memory than at the
-            capture. Without `checkpoint`, backward raises if it does not belong to the last call, or runs twice for
-            one call.
+            Megatron's DDP; if `stats` or `validate()` are on; or if the layer writes to an argument, or uses a tensor
+            that needs a gradient and is neither argument nor parameter; with `checkpoint`, if the layer draws random
+            numbers, or in inference mode. A call raises if a parameter, buffer or main_grad has other memory than at
+            the capture; without `checkpoint`, if a tensor has another dtype, device or number of dimensions than its
+            sample, or needs a gradient and its sample did not. Without `checkpoint`, backward raises if it does not
+            belong to the last call, or runs twice for one call.
 
     Source: the documentation of `torch.cuda.make_graphed_callables`. Unlike it, `graphed` supports calls that add to
         main_grad, count tokens or accumulate gradients.
@@ -129,6 +134,7 @@ class Graphed:
         self._mode, self._rest = _mode(layer, sample.tensors[0]), sample.rest
         self._tensors = _named_tensors(layer)
         self._memory = [_memory(owner, name) for owner, name in self._tensors]
+        self._captured = [getattr(owner, name) for owner, name in self._tensors]  # so that no id is used again
         self._parameters = [p for p in layer.parameters() if p.requires_grad and torch.is_grad_enabled()]
         self._capture(sample.tensors)
 
@@ -140,6 +146,10 @@ class Graphed:
             return self._run(args, kwargs)
         return self._pack(_Replay.apply(self, *given.tensors, *self._parameters))
 
+    def __reduce__(self) -> NoReturn:
+        text = "a captured layer cannot be copied or pickled; undo the capture first: del layer.forward"
+        raise TypeError(f"{_OP}: {text}")
+
     def _run(self, args: Sequence[object], kwargs: dict[str, object]) -> object:
         """Computes a call without a graph."""
         return self._eager(*args, **kwargs)
@@ -150,7 +160,7 @@ class Graphed:
         capture = Capture(samples[0].device)
         self._args = _leaves([torch.empty_like(x) for x in samples], samples)
         self._last: object | None = None  # the call whose backward may come
-        with self._unchanged_buffers():
+        with unchanged(buffers_of(self.layer)):
             with capture.warm_up():
                 for _ in range(_WARM_UPS):
                     self._start()
@@ -162,28 +172,22 @@ class Graphed:
             if self._recorded:
                 self._replay_backward, self._gradients = capture(self._finish)
 
-    @contextmanager
-    def _unchanged_buffers(self) -> Iterator[None]:
-        """A context after which the layer's buffers have the values from before. A graph may capture it."""
-        changed = [b for m in self.layer.modules() if not isinstance(m, FrozenWeight) for b in m.buffers(recurse=False)]
-        before = [buffer.clone() for buffer in changed]
-        try:
-            yield
-        finally:
-            _copy(before, changed)
-
     def _start(self) -> list[Tensor]:
         """Runs the layer's forward on the graph's own arguments. Returns its outputs."""
         dtype, device = self._mode[-1], self._args[0].device.type
         # The cache of autocast is off, because it would keep casts of parameters outside the graph.
+        states = _states(self._args)
         with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=False):
             out = Arguments(self._args, self._rest).call(self._eager)
+        text = "layer must not write to its arguments, because a replay has copies of them, got a write"
+        require(states == _states(self._args), f"{_OP}: {text}")
         is_tuple = isinstance(out, tuple) and all(isinstance(part, Tensor) for part in out)
         if not is_tuple and not isinstance(out, Tensor):
             fail(_OP, f"layer must return a tensor or a tuple of tensors, got {type(out).__name__}")
         self._pack = getattr(type(out), "_make", tuple) if is_tuple else itemgetter(0)
         outputs = [*out] if is_tuple else [out]
         self._recorded = [part for part in outputs if part.requires_grad]
+        _check_inputs(self._recorded, [*self._args, *self._parameters])
         return outputs
 
     def _finish(self) -> list[Tensor | None]:
@@ -193,7 +197,8 @@ class Graphed:
         if not recorded:
             return [None] * len(inputs)
         wanted = [x for x in inputs if x.requires_grad]
-        found = iter(torch.autograd.grad(recorded, wanted, self._sent, allow_unused=True))
+        with torch.autocast(inputs[0].device.type, enabled=False):  # backward of training runs outside of it
+            found = iter(torch.autograd.grad(recorded, wanted, self._sent, allow_unused=True))
         return [next(found) if x.requires_grad else None for x in inputs]
 
     # ---- a call ----
@@ -204,16 +209,19 @@ class Graphed:
             return False
         if Capture.is_active() or validates() or sampling() or _torch.has_dispatch_mode():
             return False
-        has_sizes = True
-        for i, (x, sample) in enumerate(zip(given.tensors, self._args, strict=True)):
-            _check_argument(i, x, sample)
-            has_sizes = has_sizes and x.shape == sample.shape
-        if not has_sizes:
+        if not self._has_sizes(given.tensors):
             return False
         for (owner, name), memory in zip(self._tensors, self._memory, strict=True):
             if _memory(owner, name) != memory:
-                fail(_OP, f"{name} must have the memory and requires_grad of the capture, got others; capture again")
+                fail(_OP, f"{name} must be as at the capture, with its memory and requires_grad; capture again")
         return True
+
+    def _has_sizes(self, args: Sequence[Tensor]) -> bool:
+        found = True
+        for i, (x, sample) in enumerate(zip(args, self._args, strict=True)):
+            _check_argument(i, x, sample)
+            found = found and x.shape == sample.shape
+        return found
 
     def kept(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the tensors that backward takes again."""
@@ -260,19 +268,30 @@ class Recomputed(Graphed):
             return self.other(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self._eager(*args, **kwargs)
-        return checkpointed(self._eager, *args, use_reentrant=False, **kwargs)
+        how = dict(use_reentrant=False, preserve_rng_state=not Capture.is_active())
+        return checkpointed(self._eager, *args, **how, **kwargs)
+
+    def _has_sizes(self, args: Sequence[Tensor]) -> bool:
+        return all(
+            (x.shape, x.dtype, x.device) == (sample.shape, sample.dtype, sample.device)
+            and (sample.requires_grad or not x.requires_grad or not torch.is_grad_enabled())
+            for x, sample in zip(args, self._args, strict=True)
+        )
 
     def _capture(self, samples: Sequence[Tensor]) -> None:
+        require(not torch.is_inference_mode_enabled(), f"{_OP}: checkpoint must be False in torch.inference_mode()")
         self._shared = shared = SharedMemory.of(samples[0].device)
         self._args = _leaves([shared.like("argument", i, x) for i, x in enumerate(samples)], samples)
         self._gradients: list[Tensor | None] = [None] * (len(samples) + len(self._parameters))
-        self._count: float = math.inf  # of the tensors that autograd saves in forward, if it may end there
+        self._saves: float = math.inf  # tensors that autograd saves before the output of experts may stay uncomputed
+        main_grads = [getattr(owner, name) for owner, name in self._tensors if name == "main_grad"]
         random = shared.capture.random_state()
-        with self._unchanged_buffers():
+        with unchanged([*buffers_of(self.layer), *main_grads]):
             with shared.capture.warm_up():
                 for _ in range(_WARM_UPS):
                     self._forward()
-                    self._backward(warms_up=True)
+                    self._backward()
+                self._choose_end()
             text = "layer must draw no random numbers with checkpoint, because backward would draw others, got a draw"
             require(torch.equal(random, shared.capture.random_state()), f"{_OP}: {text}; set dropout to 0")
             self._replay, _ = shared.capture(self._forward)
@@ -286,21 +305,39 @@ class Recomputed(Graphed):
             _copy(outputs, self._outputs)
         return []
 
-    def _backward(self, warms_up: bool = False) -> list[Tensor]:
-        with self._unchanged_buffers():  # forward has changed them
-            with _counted_saves() as saves, read_if(lambda: len(saves) < self._count):
+    def _backward(self, unread: Callable[[Tensor], Tensor] = torch.empty_like) -> list[Tensor]:
+        saves: list[None] = []
+
+        def unread_output(x: Tensor) -> Tensor | None:
+            return unread(x) if len(saves) >= self._saves else None
+
+        def pack(x: Tensor) -> Tensor:
+            saves.append(None)
+            return x
+
+        with unchanged(buffers_of(self.layer)):  # forward has changed them
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), unread_outputs(unread_output):
                 outputs = self._start()
-            self._count = math.inf if any(map(_may_keep_values, outputs)) else len(saves)
+            self._number_of_saves = len(saves)
             self._is_recorded = [out.requires_grad for out in outputs]
             del outputs
             self._sent = [self._shared.like("sent", i, part) for i, part in enumerate(self._recorded)]
-            for grad in self._sent if warms_up else ():
-                grad.zero_()  # so a main_grad gets zeros
             gradients = self._finish()
         for i, gradient in enumerate(gradients):
             if gradient is not None:
                 self._gradients[i] = self._shared.like("gradient", i, gradient).copy_(gradient)
         return []
+
+    def _choose_end(self) -> None:
+        """Lets backward leave the output of experts uncomputed behind the last tensor that autograd saves, as a
+        checkpoint does. But where NaN in its place reaches a gradient, something else reads it."""
+        self._saves = self._number_of_saves
+        for grad in self._sent:
+            grad.zero_()
+        self._backward(unread=lambda x: torch.full_like(x, math.nan))
+        main_grads = [getattr(owner, name) for owner, name in self._tensors if name == "main_grad"]
+        if any(bool(t.isnan().any()) for t in (*self._gradients, *main_grads) if t is not None):
+            self._saves = math.inf
 
     def kept(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
         return args[: len(self._args)]
@@ -403,30 +440,34 @@ class SharedMemory:
         return self._tensors[key]
 
 
-def _without_tensors(value: object, tensors: list[Tensor]) -> object:
-    """Appends the tensors of a value to a list. Returns the value with None in a frame in place of each.
-
-    Containers become pairs of their type and their contents, so that any tuple in a result is such a pair."""
+def _without_tensors(value: object, tensors: list[Tensor]) -> tuple[type, object]:
+    """Appends the tensors of a value to a list. Returns a pair: the value's type, and the value without tensors."""
+    kind = type(value)
     if isinstance(value, Tensor):
         tensors.append(value)
-        return (Tensor, ())
-    if type(value) in (tuple, list):
-        return type(value), [_without_tensors(part, tensors) for part in value]
-    if type(value) is dict:
-        return dict, [(name, _without_tensors(part, tensors)) for name, part in value.items()]
-    return value
+        return Tensor, None
+    if _is_sequence(kind):
+        return kind, [_without_tensors(part, tensors) for part in value]
+    if kind is dict:
+        return kind, [(name, _without_tensors(part, tensors)) for name, part in value.items()]
+    return kind, value
 
 
-def _with_tensors(rest: object, tensors: Iterator[Tensor]) -> object:
+def _with_tensors(pair: tuple[type, object], tensors: Iterator[Tensor]) -> object:
     """Undoes `_without_tensors`."""
-    if type(rest) is not tuple:
-        return rest
-    kind, parts = rest
+    kind, rest = pair
     if kind is Tensor:
         return next(tensors)
     if kind is dict:
-        return {name: _with_tensors(part, tensors) for name, part in parts}
-    return kind(_with_tensors(part, tensors) for part in parts)
+        return {name: _with_tensors(part, tensors) for name, part in rest}
+    if _is_sequence(kind):
+        return getattr(kind, "_make", kind)(_with_tensors(part, tensors) for part in rest)
+    return rest
+
+
+def _is_sequence(kind: type) -> bool:
+    """Whether it is a tuple, a list or a NamedTuple."""
+    return kind in (tuple, list) or (issubclass(kind, tuple) and hasattr(kind, "_make"))
 
 
 def _leaves(tensors: Sequence[Tensor], samples: Sequence[Tensor]) -> list[Tensor]:
@@ -446,33 +487,40 @@ def _copy(values: Sequence[Tensor], to: Sequence[Tensor]) -> None:
         target.copy_(source)
 
 
+def buffers_of(module: nn.Module) -> list[Tensor]:
+    """Returns the buffers that a forward may write to."""
+    return [b for m in module.modules() if not isinstance(m, FrozenWeight) for b in m.buffers(recurse=False)]
+
+
 @contextmanager
-def _counted_saves() -> Iterator[list[None]]:
-    """A context that lists the tensors which autograd saves."""
-    saves: list[None] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saves.append(None) or x, lambda x: x):
-        yield saves
+def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """A context after which the tensors have their values from before. A graph may capture it."""
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        _copy(before, tensors)
 
 
-def _may_keep_values(out: Tensor) -> bool:
-    """Whether a node in Python computed an output from the result of experts. Such a node may keep more than autograd
-    saves for it, so the result must be computed."""
-    reaches: dict[object, bool] = {}
-    found, nodes = False, [out.grad_fn]
-    while nodes:  # visits each node before and after the nodes that it leads to
-        node = nodes[-1]
-        following = [] if node is None or is_finish(node) else [following for following, _ in node.next_functions]
-        missing = [n for n in following if n is not None and n not in reaches]
-        if missing:
-            nodes += missing
+def _check_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Checks that backward reaches no leaves besides the inputs, whose gradients alone a graph returns."""
+    known = {id(x) for x in inputs}
+    seen: set[object] = set()
+    nodes = [out.grad_fn for out in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
             continue
-        nodes.pop()
-        if node is None or node in reaches:
-            continue
-        reaches[node] = is_finish(node) or any(reaches.get(n, False) for n in following)
-        is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-        found = found or (reaches[node] and is_python and not is_finish(node))
-    return found
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        text = "layer must have gradients for its arguments and parameters alone"
+        if leaf is not None and id(leaf) not in known:
+            fail(_OP, f"{text}, got another tensor that needs one, of shape {[*leaf.shape]}; pass it as an argument")
+
+
+def _states(tensors: Sequence[Tensor]) -> list[tuple]:
+    return [] if _torch.state_of is None else [_torch.state_of(x) for x in tensors]
 
 
 def _clone(x: Tensor | None) -> Tensor | None:
@@ -496,9 +544,12 @@ def _named_tensors(layer: nn.Module) -> list[tuple[object, str]]:
     return found
 
 
-def _memory(owner: object, name: str) -> tuple[int, bool] | None:
+def _memory(owner: object, name: str) -> tuple | None:
     tensor = getattr(owner, name, None)
-    return None if tensor is None else (tensor.data_ptr(), tensor.requires_grad)
+    if tensor is None:
+        return None
+    parameter = id(tensor) if isinstance(tensor, nn.Parameter) else None  # autograd gives gradients to the object
+    return parameter, tensor.data_ptr(), tensor.requires_grad, tensor.dtype, tensor.stride()
 
 
 def _check_samples(sample_args: Sequence[Tensor]) -> None:

@@ -127,7 +127,7 @@ def test_adapters_over_an_fp8_checkpoint(autocasts: bool, where: str, replays: l
     assert len(replays) == 6
     model.gradient_checkpointing_disable()
     graph_layers_(model, **batch(where))
-    with pytest.raises(RuntimeError, match="requires_grad of the capture"), model.disable_adapter():
+    with pytest.raises(RuntimeError, match="must be as at the capture"), model.disable_adapter():
         model(**batch(where))
 
 
@@ -160,8 +160,11 @@ def test_mistakes(where: str) -> None:
     refused("gradient checkpointing must be off, .* got it on in model.layers.0")
     model.gradient_checkpointing_disable()
     model.config.output_router_logits = True
-    refused("output_router_logits of the config must be False")
+    refused("output_router_logits of the config must be False, because graphs do not return them, got True")
     model.config.output_router_logits = False
+    model.model.layers[1].forward = model.model.layers[1].forward
+    refused("forward of model.layers.1 must be its class's own, got another")
+    del model.model.layers[1].forward
     model.model.layers.append(copy.deepcopy(model.model.layers[0]))  # the config has two layers
     refused("model.layers.2 must run in a call with the given inputs, got no run")
     del model.model.layers[2]

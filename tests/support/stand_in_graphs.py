@@ -28,9 +28,10 @@ class StandIn:
 
     def __call__(self, run: Callable[[], list[Tensor | None]]) -> tuple[Callable[[], None], list[Tensor | None]]:
         results, enabled = run(), torch.is_grad_enabled()
+        autocast = dict(dtype=torch.get_autocast_dtype("cpu"), enabled=torch.is_autocast_enabled("cpu"))
 
         def replay() -> None:
-            with torch.set_grad_enabled(enabled):
+            with torch.set_grad_enabled(enabled), torch.autocast("cpu", **autocast):
                 again = run()
             for to, value in zip(results, again, strict=True):
                 if to is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -347,6 +348,21 @@ class Square(torch.autograd.Function):
         return 2 * ctx.x * dout
 
 
+def square_of_cpu(y: Tensor) -> Tensor:
+    """Saves a tensor where hooks around the layer do not see it."""
+    with torch.autograd.graph.save_on_cpu():
+        return y.square()
+
+
+def weighted_by_hook(y: Tensor) -> Tensor:
+    """A gradient depends on a value that autograd did not save."""
+    size = y.detach().float().abs().mean()
+    y = y + 0
+    if y.requires_grad:
+        y.register_hook(lambda grad: (grad * size).to(grad.dtype))
+    return y
+
+
 class Residual(nn.Module):
     """Experts within a layer of a transformer, with a step of the layer behind them."""
 
@@ -367,11 +383,14 @@ class Residual(nn.Module):
     [
         (lambda y: y, 1, 7),  # up, down; up; 4 gradients
         (lambda y: 2 * y.float(), 1, 7),
+        (lambda y: y.add_(1), 1, 7),
         (torch.square, 1, 8),  # up, down; up, down; 4 gradients
         (Square.apply, 1, 8),
+        (square_of_cpu, 1, 8),
+        (weighted_by_hook, 1, 8),
         (lambda y: y, 2, 15),  # only the last product of the last experts is not needed
     ],
-    ids=["sum", "scaled sum", "square", "square of a user", "twice"],
+    ids=["sum", "scaled sum", "in place", "square", "square of a user", "square on the CPU", "hook", "twice"],
 )
 def test_checkpoint_leaves_out_the_last_product(
     behind: Callable[[Tensor], Tensor], times: int, products: int, where: str, monkeypatch: pytest.MonkeyPatch
@@ -387,6 +406,93 @@ def test_checkpoint_leaves_out_the_last_product(
     grad, x.grad = x.grad, None
     eager(x).sum().backward()
     assert_same([grad, *gradients(layer)], [x.grad, *gradients(eager)])
+
+
+class Function(nn.Module):
+    """A layer that is one function of its linear layer and its arguments."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.function = nn.Linear(D, D), function
+
+    def forward(self, *args: object) -> object:
+        return self.function(self.linear, *args)
+
+
+class Two(NamedTuple):
+    x: Tensor
+    scale: float
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_gradients_that_a_graph_would_lose(checkpoints: bool, where: str) -> None:
+    """Of tensors that are no arguments; arguments in a NamedTuple have theirs. A write to an argument would be lost."""
+    outside = nn.Linear(D, D, device=where)
+    sample = tokens(where, 9).detach().float()
+    how = dict(checkpoint=checkpoints)
+    with pytest.raises(RuntimeError, match="graphed: layer must have gradients for its arguments and parameters alone"):
+        graphed(Function(lambda linear, x: linear(x) + outside(x)).to(where), sample, **how)
+    with pytest.raises(RuntimeError, match="graphed: layer must not write to its arguments"):
+        graphed(Function(lambda linear, x: linear(x.add_(1))).to(where), sample, **how)
+    layer = Function(lambda linear, two: two.scale * linear(two.x)).to(where)
+    step = graphed(layer, Two(sample.clone().requires_grad_(), 2.0), **how)
+    for scale in (2.0, 3.0):
+        x, y = (tokens(where, 1).detach().float().requires_grad_() for _ in range(2))
+        assert_same(step(Two(x, scale)), layer(Two(y, scale)))
+        step(Two(x, scale)).sum().backward()
+        layer(Two(y, scale)).sum().backward()
+        assert_same(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_parameter_that_is_replaced(checkpoints: bool, where: str) -> None:
+    """Over the same memory, too: autograd would give gradients to the object of the capture."""
+    layer, x = Block().to(where), tokens(where, 9).detach().float()
+    step = graphed(layer, x, checkpoint=checkpoints)
+    layer.linear.weight = nn.Parameter(layer.linear.weight.data)
+    with pytest.raises(RuntimeError, match="graphed: weight must be as at the capture"):
+        step(x)
+    with pytest.raises(TypeError, match="graphed: a captured layer cannot be copied or pickled"):
+        copy.deepcopy(step)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_backward_has_no_autocast(checkpoints: bool, where: str) -> None:
+    """A product outside of autocast has gradients outside of autocast, though the capture was inside."""
+
+    def product(linear: nn.Linear, x: Tensor) -> Tensor:
+        with torch.autocast(where, enabled=False):
+            return nn.functional.linear(x.float(), linear.weight)
+
+    layer = Function(product).to(where)
+    x, autocast = tokens(where, 1).detach().float(), torch.autocast(where, dtype=torch.bfloat16)
+    with autocast:
+        step = graphed(layer, x, checkpoint=checkpoints)
+        outputs = [step(x), layer(x)]
+    assert_same(*(torch.autograd.grad(out.sin().sum(), layer.linear.weight)[0] for out in outputs))
+
+
+def test_checkpoint_and_mistakes(where: str) -> None:
+    """A capture that fails, or meets NaN, changes nothing. Calls that differ from the sample run without a graph."""
+    layer = moe(where, main_grad=True)
+    for weight in (layer.experts.gate_up_proj, layer.experts.down_proj):
+        weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+    forward, x = layer.forward, tokens(where, 9)
+    layer.forward = lambda x: forward(x / x.norm(dim=-1, keepdim=True))  # 0 / 0 in the capture
+    step = graphed(layer, x, checkpoint=True)
+    assert all((w.main_grad == 1).all() for w in (layer.experts.gate_up_proj, layer.experts.down_proj))
+    step(x)[0].sum().backward()
+    assert layer.experts.down_proj.main_grad.isfinite().all() and x.grad.isfinite().all()
+    block = Block().to(where)
+    x = tokens(where, 9).detach().float()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="graphed: checkpoint must be False in torch.infere"):
+        graphed(block, x, checkpoint=True)
+    step = graphed(block, x, power=1, checkpoint=True)
+    with pytest.raises(RuntimeError, match="dtype"):  # the layer's own error
+        step(x.double(), power=1)
+    assert step(x.clone().requires_grad_(), power=1).requires_grad
+    assert_same(step(x, power=True), block(x))
 
 
 def test_checkpoint_draws_no_random_numbers(where: str) -> None:
@@ -432,12 +538,12 @@ def test_mistakes_of_a_call(where: str) -> None:
         with pytest.raises(RuntimeError, match=f"graphed: {text}"):
             step(*args)
     layer.gate.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="graphed: weight must have the memory and requires_grad of the capture"):
+    with pytest.raises(RuntimeError, match="graphed: weight must be as at the capture, with its memory"):
         step(x.detach())
     layer.gate.requires_grad_(True)
     step(x.detach())
     layer.experts.down_proj.data = layer.experts.down_proj.data.clone()
-    with pytest.raises(RuntimeError, match="graphed: down_proj must have the memory .*, got others; capture again"):
+    with pytest.raises(RuntimeError, match="graphed: down_proj must be as at the capture, .*; capture again"):
         step(x.detach())
 
 
@@ -448,7 +554,7 @@ def test_main_grad_that_is_replaced(where: str) -> None:
     step, x = graphed(layer, tokens(where, 9)), tokens(where, 0)
     step(x)
     layer.experts.down_proj.main_grad = torch.zeros_like(layer.experts.down_proj, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="graphed: main_grad must have the memory"):
+    with pytest.raises(RuntimeError, match="graphed: main_grad must be as at the capture"):
         step(x)
 
 
