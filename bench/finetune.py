@@ -187,7 +187,7 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
 
     if args.graphs:
         with phases("graphs"), torch.autocast(device.type, torch.bfloat16, enabled=is_autocast):
-            graph_layers_(model, input_ids=batches[0])
+            graph_layers_(model.get_base_model().model, input_ids=batches[0], use_cache=False)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
     with phases("warm"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from operator import itemgetter
 from statistics import fmean, median
 
 import device_time
@@ -331,10 +332,17 @@ def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:
     )
     if any(run["adapters"] == "autocast" for run in runs):
         text += " Adapters by autocast are in float32, with products in BF16 by `torch.autocast`."
-    headings = ("model", "step", "adapters", "GPU", "experts", "tokens/s", "x BF16", "peak GB", "of BF16's")
-    body = [finetune_row(run, runs) for run in runs]
-    table = tabulate(body, headings, tablefmt="github", colalign=["left"] * 5 + ["right"] * 4, disable_numparse=True)
-    parts = [textwrap.fill(text, 120), table]
+    if any(run.get("graphs") for run in runs):
+        text += " With CUDA graphs, `graph_layers_` replaces checkpoints. Peaks then include the memory of the graphs."
+    parts = [textwrap.fill(text, 120)]
+    headings = ("model", "step", "adapters", "experts", "tokens/s", "x BF16", "peak GB", "of BF16's")
+    place = itemgetter("device", "commit")
+    for device, commit in dict.fromkeys(map(place, runs)):
+        same = [run for run in runs if place(run) == (device, commit)]
+        body = [finetune_row(run, same) for run in same]
+        alignment = ["left"] * 4 + ["right"] * 4
+        table = tabulate(body, headings, tablefmt="github", colalign=alignment, disable_numparse=True)
+        parts += [f"{device} at {(commit or 'unknown')[:7]}:", table]
     if profiled := [run for run in runs if "profile_ms" in run]:
         said = f"Milliseconds of a step, by kind of work. {device_time.said(profiled[0])}"
         parts += [textwrap.fill(said, 120), profile_table(runs, [finetune_name(run) for run in runs])]
@@ -356,8 +364,8 @@ def finetune_experts(run: dict) -> str:
 
 
 def finetune_row(run: dict, runs: list[dict]) -> list[str]:
-    """A run, and its relation to the run of stock on the same GPU, of the same model and step."""
-    same = "device", "model", "layers", "rank", "context", "sequences", "adapters", "attention_only", "compile", "impl"
+    """A run, and its relation to the run of stock of the same model and step. runs: of one GPU and commit."""
+    same = "model", "layers", "rank", "context", "sequences", "adapters", "attention_only", "compile", "impl"
     key = {name: run.get(name) for name in same} | {"impl": "stock"}
     stocks = [other for other in runs if all(other.get(name) == value for name, value in key.items())]
     graphed = [other for other in stocks if bool(other.get("graphs")) == bool(run.get("graphs"))]
@@ -366,8 +374,7 @@ def finetune_row(run: dict, runs: list[dict]) -> list[str]:
     layers += finetune_variant(run)
     where = "attention" if run["attention_only"] else "attention and experts"
     cells = [f"{run['model']}{layers}", f"{run['sequences']} x {run['context']:,}"]
-    cells += [f"r={run['rank']}, {run['adapters']}, {where}", f"{run['device']} at {(run['commit'] or 'unknown')[:7]}"]
-    cells.append(finetune_experts(run))
+    cells += [f"r={run['rank']}, {run['adapters']}, {where}", finetune_experts(run)]
     if "out_of_memory" in run:
         return [*cells, "out of memory", "", "", ""]
     speed, peak = run["tokens_per_second"], run["peak_bytes"]

@@ -27,10 +27,11 @@ def graph_layers_(model: nn.Module, **inputs: object) -> list[nn.Module]:
     and without need graphs of their own.
 
     Call it last: after adapters were added, after `convert_`, and inside the torch.autocast of training, if that is on.
+    Delete losses of earlier steps before.
     Calls do not see what Python would do differently after the capture, such as new hooks of modules in a layer.
 
     Args:
-        model: a model in training mode, on one GPU. A model of PEFT may be around it.
+        model: the model in training mode, on one GPU, as training calls it. A model of PEFT may be around it.
         inputs: a batch of training, with all arguments that the model gets in training. Its values are not trained on.
 
     Returns:

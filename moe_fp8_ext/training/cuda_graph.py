@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from operator import itemgetter
 from typing import NamedTuple, NoReturn
 from weakref import WeakValueDictionary
@@ -73,7 +75,8 @@ def graphed(layer: nn.Module, *sample_args: object, checkpoint: bool = False, **
             sizes, dtypes and requires_grad of tensors, but no values except of a bool mask. Other arguments are
             constants.
         checkpoint: compute forward again in backward. Then the layer must not draw random numbers, as dropout does.
-            Where a call runs the layer's own forward, `torch.utils.checkpoint` does the same.
+            Where a call runs the layer's own forward, `torch.utils.checkpoint` does the same. If that is so for another
+            reason than sizes, such as another constant, one warning says so.
 
     Returns:
         a function of the same arguments.
@@ -268,8 +271,19 @@ class Recomputed(Graphed):
             return self.other(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self._eager(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self._warn_of_difference(args, kwargs)
         how = dict(use_reentrant=False, preserve_rng_state=not Capture.is_active())
         return checkpointed(self._eager, *args, **how, **kwargs)
+
+    def _warn_of_difference(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
+        """Warns if a call of training differs from the capture in something else than sizes, which is often an
+        oversight."""
+        given = Arguments.of(args, {name: kwargs[name] for name in kwargs.keys() - self.ignored})
+        is_same = given.rest == self._rest
+        if self.layer.training and (not is_same or autocast_dtype(self._args[0]) != self._mode[-1]):
+            what = "torch.autocast" if is_same else "arguments"
+            _warn(f"{_OP}: a call has other {what} than the capture, so it runs without a graph; capture as you train")
 
     def _has_sizes(self, args: Sequence[Tensor]) -> bool:
         return all(
@@ -517,6 +531,11 @@ def _check_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         text = "layer must have gradients for its arguments and parameters alone"
         if leaf is not None and id(leaf) not in known:
             fail(_OP, f"{text}, got another tensor that needs one, of shape {[*leaf.shape]}; pass it as an argument")
+
+
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 def _states(tensors: Sequence[Tensor]) -> list[tuple]:

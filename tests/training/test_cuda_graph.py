@@ -314,7 +314,9 @@ def test_constants_and_keywords(where: str, replays: list[object]) -> None:
         assert_same(layer(x, **dict(reversed(rest.items()))), eager(x, **rest))
         assert len(replays) == before + 1
         for other in (dict(power=3), dict(mask=None), dict(scale=[*rest["scale"]]), dict(cache=[1])):
-            assert_same(layer(x, **{**rest, **other}), eager(x, **{**rest, **other}))
+            cuda_graph._warn.cache_clear()
+            with pytest.warns(match="other arguments than the capture") if checkpoints else nullcontext():
+                assert_same(layer(x, **{**rest, **other}), eager(x, **{**rest, **other}))
         assert_same(layer(x), eager(x))
         assert len(replays) == before + 1
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
@@ -396,6 +398,8 @@ def test_checkpoint_leaves_out_the_last_product(
     behind: Callable[[Tensor], Tensor], times: int, products: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients do not need it, unless a step behind the experts keeps what it read."""
+    if behind is square_of_cpu and where != "cpu":
+        pytest.skip("a CUDA graph cannot copy to pageable memory of the CPU")
     layer = Residual(behind, times).to(where)
     eager, sample = copy.deepcopy(layer), tokens(where, 9)
     step = graphed(layer, sample, checkpoint=True)
