@@ -28,14 +28,15 @@ def graph_layers_(model: nn.Module, **inputs: object) -> list[nn.Module]:
 
     Call it last: after adapters were added, after `convert_`, and inside the torch.autocast of training, if that is on.
     Delete losses of earlier steps before.
-    Calls do not see what Python would do differently after the capture, such as new hooks of modules in a layer.
+    A replay does not run Python. It ignores, for example, hooks that you add to modules in a layer after the capture.
 
     Args:
         model: the model in training mode, on one GPU, as training calls it. A model of PEFT may be around it.
-        inputs: a batch of training, with all arguments that the model gets in training. Its values are not trained on.
+        inputs: a batch of training, with all arguments that the model gets in training. The model does not
+            learn from its values.
 
     Returns:
-        the layers. An error leaves the model as it was.
+        the layers. An error leaves the forward and the buffers of every layer as they were.
 
     Raises:
         ImportError: Transformers is missing.
@@ -58,7 +59,8 @@ def graph_layers_(model: nn.Module, **inputs: object) -> list[nn.Module]:
     require(not on, f"{_OP}: gradient checkpointing must be off, {text}, got it on in {''.join(on[:1])}")
     for option in ("output_router_logits", "output_attentions"):
         on = any(getattr(getattr(module, "config", None), option, False) for module in model.modules())
-        require(not on, f"{_OP}: {option} of the config must be False, because graphs do not return them, got True")
+        on = inputs.get(option, on)
+        require(not on, f"{_OP}: {option} must be False, because graphs do not return them, got True")
     calls = _first_calls(model, list(layers), inputs)
     for layer, name in layers.items():
         require(layer in calls, f"{_OP}: {name} must run in a call with the given inputs, got no run")
@@ -68,7 +70,8 @@ def graph_layers_(model: nn.Module, **inputs: object) -> list[nn.Module]:
     made = {layer: graphed(layer, *args, checkpoint=True, **kwargs) for layer, (args, kwargs) in calls.items()}
     for layer, function in made.items():
         function.ignored = _OF_LOSSES
-        function.other = layer.forward if isinstance(layer.forward, Recomputed) else None
+        if isinstance(layer.forward, Recomputed):
+            function.others = layer.forward, *layer.forward.others
         layer.forward = function
     return list(layers)
 

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from operator import itemgetter
 from typing import NamedTuple, NoReturn
 from weakref import WeakValueDictionary
@@ -28,6 +27,7 @@ from moe_fp8_ext.training.main_grad import parameter_of_ddp
 from moe_fp8_ext.training.stats import sampling
 
 _OP = "graphed"
+_BY_VALUE = {bool, int, float, complex, str, bytes, type(None), slice, torch.dtype, torch.device}  # types of constants
 _WARM_UPS = 3  # runs before the capture, so that libraries initialize; torch's make_graphed_callables does the same
 
 
@@ -47,10 +47,11 @@ def graphed(layer: nn.Module, *sample_args: object, checkpoint: bool = False, **
       copies `.grad` out, so gradients accumulate as usual. If you keep a gradient elsewhere, clone it.
     - Activations for backward and gradients of weights stay allocated between calls.
 
-    With `checkpoint` a call keeps its arguments alone, as under `torch.utils.checkpoint`, and the graph of backward
+    With `checkpoint`, a call keeps only its arguments, as under `torch.utils.checkpoint`, and the graph of backward
     computes forward again. All layers of a device then share their graphs' memory. Any number of calls may be in
     flight, and gradients are copies. Buffers of the layer change in forward alone, so a router counts tokens once.
-    The graph of forward runs under `torch.no_grad()`.
+    The graph of forward runs under `torch.no_grad()`. If forward writes a buffer and then reads it, backward reads what
+    forward has written.
 
     An output that the loss does not use gets a gradient of zeros.
 
@@ -66,17 +67,17 @@ def graphed(layer: nn.Module, *sample_args: object, checkpoint: bool = False, **
     micro-batches in flight needs one `graphed` for each micro-batch. Under `torch.utils.checkpoint` backward raises,
     because the second forward is another call. `reuse_weights()` has no effect on a replayed call. Delete outputs of
     earlier calls before the capture, because their autograd graphs belong to another stream. The capture runs the layer
-    three times with zeros, and then restores the layer's buffers.
+    several times, with zeros and with random numbers. It then restores buffers and main_grads, but no other state.
 
     Args:
         layer: `MoE`, `Experts`, or any module whose forward returns a tensor or a tuple of tensors, such as a layer of
             a transformer. All work of its forward must be on the GPU, and must not wait for the host.
         sample_args, sample_kwargs: example arguments: tensors, and tuples, lists and dicts of them. The capture reads
             sizes, dtypes and requires_grad of tensors, but no values except of a bool mask. Other arguments are
-            constants.
+            constants. A call must have the same numbers and strings, and the same objects of all other types.
         checkpoint: compute forward again in backward. Then the layer must not draw random numbers, as dropout does.
-            Where a call runs the layer's own forward, `torch.utils.checkpoint` does the same. If that is so for another
-            reason than sizes, such as another constant, one warning says so.
+            Where a call runs the layer's own forward, `torch.utils.checkpoint` does the same. A warning says so if a
+            call of training differs in more than sizes, such as in a constant.
 
     Returns:
         a function of the same arguments.
@@ -120,6 +121,10 @@ class Arguments(NamedTuple):
         args, kwargs = _with_tensors(self.rest, iter(self.tensors))
         return function(*args, **kwargs)
 
+    def is_as_in(self, captured: Graphed) -> bool:
+        """Whether constants and torch.autocast are as at the capture; sizes of tensors may differ."""
+        return self.rest == captured._rest and autocast_dtype(captured._args[0]) == captured._mode[-1]
+
 
 class Graphed:
     """The function that `graphed` returns.
@@ -144,9 +149,13 @@ class Graphed:
     def __call__(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
         if torch.compiler.is_compiling():
             return self._run(args, kwargs)
-        given = Arguments.of(args, {name: kwargs[name] for name in kwargs.keys() - self.ignored})
-        if not self._stands_for(given):
-            return self._run(args, kwargs)
+        given = self._given(args, kwargs)
+        return self._replayed(given) if self._stands_for(given) else self._run(args, kwargs)
+
+    def _given(self, args: Sequence[object], kwargs: dict[str, object]) -> Arguments:
+        return Arguments.of(args, {name: kwargs[name] for name in kwargs.keys() - self.ignored})
+
+    def _replayed(self, given: Arguments) -> Tensor | tuple[Tensor, ...]:
         return self._pack(_Replay.apply(self, *given.tensors, *self._parameters))
 
     def __reduce__(self) -> NoReturn:
@@ -261,29 +270,25 @@ class Recomputed(Graphed):
     """The function of a layer that is computed again in backward. Between calls its graphs hold no values.
 
     Attributes:
-        other: the function of the same layer for calls that this one has no graph for, if there is one.
+        others: functions of the same layer for calls that this one has no graph for.
     """
 
-    other: Recomputed | None = None
+    others: Sequence[Recomputed] = ()
 
     def _run(self, args: Sequence[object], kwargs: dict[str, object]) -> object:
-        if self.other is not None:
-            return self.other(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            given = self._given(args, kwargs)
+            for other in self.others:
+                if other._stands_for(given):
+                    return other._replayed(given)
+            captures = self, *self.others
+            if torch.is_grad_enabled() and self.layer.training and not any(map(given.is_as_in, captures)):
+                text = "a call has other arguments or another torch.autocast than the capture"
+                warnings.warn(f"{_OP}: {text}, so it runs without a graph; capture as you train", stacklevel=3)
         if not torch.is_grad_enabled():
             return self._eager(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self._warn_of_difference(args, kwargs)
         how = dict(use_reentrant=False, preserve_rng_state=not Capture.is_active())
         return checkpointed(self._eager, *args, **how, **kwargs)
-
-    def _warn_of_difference(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
-        """Warns if a call of training differs from the capture in something else than sizes, which is often an
-        oversight."""
-        given = Arguments.of(args, {name: kwargs[name] for name in kwargs.keys() - self.ignored})
-        is_same = given.rest == self._rest
-        if self.layer.training and (not is_same or autocast_dtype(self._args[0]) != self._mode[-1]):
-            what = "torch.autocast" if is_same else "arguments"
-            _warn(f"{_OP}: a call has other {what} than the capture, so it runs without a graph; capture as you train")
 
     def _has_sizes(self, args: Sequence[Tensor]) -> bool:
         return all(
@@ -344,13 +349,23 @@ class Recomputed(Graphed):
 
     def _choose_end(self) -> None:
         """Lets backward leave the output of experts uncomputed behind the last tensor that autograd saves, as a
-        checkpoint does. But where NaN in its place reaches a gradient, something else reads it."""
-        self._saves = self._number_of_saves
-        for grad in self._sent:
-            grad.zero_()
-        self._backward(unread=lambda x: torch.full_like(x, math.nan))
-        main_grads = [getattr(owner, name) for owner, name in self._tensors if name == "main_grad"]
-        if any(bool(t.isnan().any()) for t in (*self._gradients, *main_grads) if t is not None):
+        checkpoint does. But if other values in its place change a gradient, something else reads it."""
+        numbers = torch.Generator(self._args[0].device).manual_seed(0)
+
+        def draw(x: Tensor) -> Tensor:
+            return x.normal_(std=1000, generator=numbers)
+
+        with torch.no_grad():
+            for x in (*self._args, *self._sent):
+                if x.is_floating_point():
+                    x.normal_(generator=numbers)
+        number, self._saves = self._number_of_saves, math.inf
+        self._backward()
+        wanted = [*map(_clone, self._gradients)]
+        self._saves = number
+        self._backward(unread=lambda x: draw(torch.empty_like(x)))
+        pairs = [(a, b) for a, b in zip(wanted, self._gradients, strict=True) if a is not None]
+        if not all(_is_close(a, b) for a, b in pairs):
             self._saves = math.inf
 
     def kept(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -464,7 +479,7 @@ def _without_tensors(value: object, tensors: list[Tensor]) -> tuple[type, object
         return kind, [_without_tensors(part, tensors) for part in value]
     if kind is dict:
         return kind, [(name, _without_tensors(part, tensors)) for name, part in value.items()]
-    return kind, value
+    return kind, value if kind in _BY_VALUE else _ById(value)
 
 
 def _with_tensors(pair: tuple[type, object], tensors: Iterator[Tensor]) -> object:
@@ -476,7 +491,17 @@ def _with_tensors(pair: tuple[type, object], tensors: Iterator[Tensor]) -> objec
         return {name: _with_tensors(part, tensors) for name, part in rest}
     if _is_sequence(kind):
         return getattr(kind, "_make", kind)(_with_tensors(part, tensors) for part in rest)
-    return rest
+    return rest.value if isinstance(rest, _ById) else rest
+
+
+class _ById:
+    """A constant of any other type, whose == may mean anything."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.value is other.value
 
 
 def _is_sequence(kind: type) -> bool:
@@ -502,8 +527,10 @@ def _copy(values: Sequence[Tensor], to: Sequence[Tensor]) -> None:
 
 
 def buffers_of(module: nn.Module) -> list[Tensor]:
-    """Returns the buffers that a forward may write to."""
-    return [b for m in module.modules() if not isinstance(m, FrozenWeight) for b in m.buffers(recurse=False)]
+    """Returns the buffers that a forward may write to: no weights in FP8, and no expanded tensors."""
+    modules = [m for m in module.modules() if not isinstance(m, FrozenWeight)]
+    buffers = [buffer for m in modules for buffer in m.buffers(recurse=False)]
+    return [b for b in buffers if all(stride or size <= 1 for stride, size in zip(b.stride(), b.shape, strict=True))]
 
 
 @contextmanager
@@ -520,22 +547,26 @@ def _check_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Checks that backward reaches no leaves besides the inputs, whose gradients alone a graph returns."""
     known = {id(x) for x in inputs}
     seen: set[object] = set()
-    nodes = [out.grad_fn for out in outputs]
+    leaves, nodes = [out for out in outputs if out.grad_fn is None], [out.grad_fn for out in outputs]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         nodes += [following for following, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        text = "layer must have gradients for its arguments and parameters alone"
-        if leaf is not None and id(leaf) not in known:
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)
+    text = "layer must have gradients for its arguments and parameters alone"
+    for leaf in leaves:
+        if id(leaf) not in known:
             fail(_OP, f"{text}, got another tensor that needs one, of shape {[*leaf.shape]}; pass it as an argument")
 
 
-@cache
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Whether gradients differ by no more than sums in another order do, which torch's attention may have: less than
+    the last bit of bfloat16. What reads other values changes them by their own size."""
+    a, b = a.float(), b.float()
+    return bool((a - b).norm() <= 2**-8 * a.norm())  # False for NaN
 
 
 def _states(tensors: Sequence[Tensor]) -> list[tuple]:

@@ -161,7 +161,7 @@ def test_mistakes(where: str) -> None:
     refused("gradient checkpointing must be off, .* got it on in model.layers.0")
     model.gradient_checkpointing_disable()
     model.config.output_router_logits = True
-    refused("output_router_logits of the config must be False, because graphs do not return them, got True")
+    refused("output_router_logits must be False, because graphs do not return them, got True")
     model.config.output_router_logits = False
     model.model.layers[1].forward = model.model.layers[1].forward
     refused("forward of model.layers.1 must be its class's own, got another")
