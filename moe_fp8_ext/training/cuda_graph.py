@@ -310,7 +310,7 @@ class Recomputed(Graphed):
                 for _ in range(_WARM_UPS):
                     self._forward()
                     self._backward()
-                self._choose_end()
+                self._choose_end(main_grads)
             text = "layer must draw no random numbers with checkpoint, because backward would draw others, got a draw"
             require(torch.equal(random, shared.capture.random_state()), f"{_OP}: {text}; set dropout to 0")
             self._replay, _ = shared.capture(self._forward)
@@ -347,7 +347,7 @@ class Recomputed(Graphed):
                 self._gradients[i] = self._shared.like("gradient", i, gradient).copy_(gradient)
         return []
 
-    def _choose_end(self) -> None:
+    def _choose_end(self, main_grads: Sequence[Tensor]) -> None:
         """Lets backward leave the output of experts uncomputed behind the last tensor that autograd saves, as a
         checkpoint does. But if other values in its place change a gradient, something else reads it."""
         numbers = torch.Generator(self._args[0].device).manual_seed(0)
@@ -359,13 +359,13 @@ class Recomputed(Graphed):
             for x in (*self._args, *self._sent):
                 if x.is_floating_point():
                     x.normal_(generator=numbers)
-        number, self._saves = self._number_of_saves, math.inf
-        self._backward()
-        wanted = [*map(_clone, self._gradients)]
-        self._saves = number
-        self._backward(unread=lambda x: draw(torch.empty_like(x)))
-        pairs = [(a, b) for a, b in zip(wanted, self._gradients, strict=True) if a is not None]
-        if not all(_is_close(a, b) for a, b in pairs):
+        made, number = [], self._number_of_saves
+        for self._saves in (math.inf, number):
+            for total in main_grads:
+                total.zero_()
+            self._backward(unread=lambda x: draw(torch.empty_like(x)))
+            made.append([x.clone() for x in (*self._gradients, *main_grads) if x is not None])
+        if not all(map(_is_close, *made)):
             self._saves = math.inf
 
     def kept(self, args: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -500,6 +500,23 @@ def test_backward_has_no_autocast(checkpoints: bool, where: str) -> None:
     assert_same(*(torch.autograd.grad(out.sin().sum(), layer.linear.weight)[0] for out in outputs))
 
 
+def test_gradients_in_main_grad_may_need_the_last_product(where: str) -> None:
+    """Where no other gradient is wanted, main_grad alone shows that something reads the output of experts."""
+    made = []
+    for captures in (True, False):
+        layer = Residual(masked_by_hook).to(where).requires_grad_(False)
+        experts = layer.moe.experts
+        experts.adds_to_main_grad = True
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            weight.requires_grad_().main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        x = tokens(where, 9).detach()
+        step = graphed(layer, x, checkpoint=True) if captures else layer
+        step(x).sum().backward()
+        made.append([experts.gate_up_proj.main_grad, experts.down_proj.main_grad])
+        assert made[-1][1].any()
+    assert_same(*made)
+
+
 def test_checkpoint_and_mistakes(where: str) -> None:
     """A capture that fails, or meets NaN, changes nothing. Calls that differ from the sample run without a graph."""
     layer = moe(where, main_grad=True)
