@@ -104,9 +104,10 @@ def finetuning(runs: list[dict]) -> str:
         return ""
     stock = max(same, key=speed_of)
     gain, memory = speed_of(ours) / speed_of(stock), ours["peak_bytes"] / stock["peak_bytes"]
-    link = f"[LoRA of {ours['model']} in FP8](docs/finetuning.md#speed)"
-    others = f"with Transformers and PEFT in BF16, with {memory:.2f} of the memory"
-    return f" On {ours['device']}, {link} is {gain:.2f} times as fast as {others}."
+    times = f"[{gain:.2f} times](docs/finetuning.md)"
+    how = ", both as CUDA graphs" if ours.get("graphs") and stock.get("graphs") else ""
+    others = f"Transformers and PEFT in BF16{how}, in {memory:.2f} of the memory"
+    return f" On {ours['device']}, LoRA of {ours['model']} is {times} as fast as {others}."
 
 
 def claim(at: str, whole: dict | None, speeds: list[tuple[str, str]]) -> str:

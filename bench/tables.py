@@ -365,11 +365,11 @@ def finetune_experts(run: dict) -> str:
 
 def finetune_row(run: dict, runs: list[dict]) -> list[str]:
     """A run, and its relation to the run of stock of the same model and step. runs: of one GPU and commit."""
-    same = "model", "layers", "rank", "context", "sequences", "adapters", "attention_only", "compile", "impl"
-    key = {name: run.get(name) for name in same} | {"impl": "stock"}
-    stocks = [other for other in runs if all(other.get(name) == value for name, value in key.items())]
-    graphed = [other for other in stocks if bool(other.get("graphs")) == bool(run.get("graphs"))]
-    stock = next(iter(graphed or stocks), None)
+    same = "model", "layers", "rank", "context", "sequences", "adapters", "attention_only", "compile"
+    same += "graphs", "impl"
+    key = {name: run.get(name) or None for name in same} | {"impl": "stock"}  # older runs lack names that are False
+    alike = (other for other in runs if all((other.get(name) or None) == value for name, value in key.items()))
+    stock = next(alike, None)
     layers = "" if run["layers"] == run["of_layers"] else f", {run['layers']} of {run['of_layers']} layers"
     layers += finetune_variant(run)
     where = "attention" if run["attention_only"] else "attention and experts"

@@ -100,6 +100,24 @@ def big_gpu(gpu: str) -> str:
 
 
 @pytest.fixture
+def where(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device of a layer that can be captured: a GPU, or a CPU with a stand-in for CUDA graphs."""
+    from stand_in_graphs import stand_in_for_graphs  # imported here, because it loads the package
+
+    if device == "cpu":
+        stand_in_for_graphs(monkeypatch)
+    return device
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one with every call that replays the graph of a layer's forward."""
+    from stand_in_graphs import replays_of_graphs  # imported here, because it loads the package
+
+    return replays_of_graphs(monkeypatch)
+
+
+@pytest.fixture
 def world_of_one() -> Iterator[None]:
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("torch has no gloo")

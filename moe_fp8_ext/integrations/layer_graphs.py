@@ -27,13 +27,13 @@ def graph_layers_(model: nn.Module, **inputs: object) -> list[nn.Module]:
     and without need graphs of their own.
 
     Call it last: after adapters were added, after `convert_`, and inside the torch.autocast of training, if that is on.
-    Delete losses of earlier steps before.
-    A replay does not run Python. It ignores, for example, hooks that you add to modules in a layer after the capture.
+    Delete losses of earlier steps before. A replay does not run Python. It ignores, for example, hooks that you add to
+    modules in a layer after the capture.
 
     Args:
         model: the model in training mode, on one GPU, as training calls it. A model of PEFT may be around it.
-        inputs: a batch of training, with all arguments that the model gets in training. The model does not
-            learn from its values.
+        inputs: a batch of training, with all arguments that the model gets in training. The model does not learn from
+            its values.
 
     Returns:
         the layers. An error leaves the forward and the buffers of every layer as they were.
@@ -58,9 +58,11 @@ def graph_layers_(model: nn.Module, **inputs: object) -> list[nn.Module]:
     text = "because graphs compute layers again themselves; call model.gradient_checkpointing_disable() first"
     require(not on, f"{_OP}: gradient checkpointing must be off, {text}, got it on in {''.join(on[:1])}")
     for option in ("output_router_logits", "output_attentions"):
-        on = any(getattr(getattr(module, "config", None), option, False) for module in model.modules())
-        on = inputs.get(option, on)
-        require(not on, f"{_OP}: {option} must be False, because graphs do not return them, got True")
+        of_config = any(getattr(getattr(module, "config", None), option, False) for module in model.modules())
+        require(
+            not inputs.get(option, of_config),
+            f"{_OP}: {option} must be False, because graphs do not return them, got True",
+        )
     calls = _first_calls(model, list(layers), inputs)
     for layer, name in layers.items():
         require(layer in calls, f"{_OP}: {name} must run in a call with the given inputs, got no run")

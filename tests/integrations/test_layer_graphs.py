@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import fp8_checkpoints
 import pytest
 import torch
 from helpers import assert_same, blocks
-from stand_in_graphs import stand_in_for_graphs
 from torch import Tensor, nn
 from transformers_models import MODELS, tiny_model, transformers
 
 import moe_fp8_ext
 from moe_fp8_ext.integrations.layer_graphs import graph_layers_
 from moe_fp8_ext.integrations.transformers import register
-from moe_fp8_ext.training import cuda_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 CHECKPOINTS = dict(use_reentrant=False)
 
 
-@pytest.fixture
-def where(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(autouse=True)
+def registered() -> None:
     register()
-    if device == "cpu":
-        stand_in_for_graphs(monkeypatch)
-    return device
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    found: list[object] = []
-    forward = cuda_graph.Recomputed.forward
-    monkeypatch.setattr(cuda_graph.Recomputed, "forward", lambda *args: found.append(0) or forward(*args))
-    return found
 
 
 def batch(where: str, seed: int = 0, length: int = 12) -> dict[str, Tensor]:

@@ -44,3 +44,15 @@ def stand_in_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "Capture", StandIn)
     monkeypatch.setattr(cuda_graph, "_check_samples", lambda sample_args: None)
     monkeypatch.setattr(cuda_graph.SharedMemory, "_of_device", {})
+
+
+def replays_of_graphs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Returns a list that grows by one with every replay of a forward."""
+    found: list[object] = []
+
+    def counted(forward: Callable) -> Callable:
+        return lambda *args: found.append(0) or forward(*args)
+
+    for kind in (cuda_graph.Graphed, cuda_graph.Recomputed):
+        monkeypatch.setattr(kind, "forward", counted(kind.forward))
+    return found

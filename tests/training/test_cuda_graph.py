@@ -15,37 +15,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same, blocks
-from stand_in_graphs import stand_in_for_graphs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_fp8_ext import Experts, MoE, Router, graphed, reuse_weights, stats, validate
 from moe_fp8_ext.matmul import engine
-from moe_fp8_ext.training import cuda_graph
 
 E, D, F, TOP_K, TOKENS = 4, 64, 32, 2, 48
-
-
-@pytest.fixture
-def where(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device of a layer that can be captured."""
-    if device == "cpu":
-        stand_in_for_graphs(monkeypatch)
-    return device
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by one with every call that replays a graph."""
-    found: list[object] = []
-
-    def counted(forward: Callable) -> Callable:
-        return lambda *args: found.append(0) or forward(*args)
-
-    for kind in (cuda_graph.Graphed, cuda_graph.Recomputed):
-        monkeypatch.setattr(kind, "forward", counted(kind.forward))
-    return found
 
 
 def moe(device: str, recipe: str = "rowwise", **options: object) -> MoE:
