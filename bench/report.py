@@ -257,6 +257,7 @@ def documents() -> dict[Path, str]:
         },
         docs / "gpus.md": {"matrix": matrix.markdown(results), "forced": matrix.forced(everything)},
         docs / "stats.md": {"stats": tables.stats_text(recorded_alone(tables.STATS))},
+        docs / "layer.md": {"adapters": tables.adapters_text(recorded_alone(tables.ADAPTERS))},
         docs / "ops.md": {"generic": tables.generic_table(results)},
         docs / "transformers.md": {
             "transformers": tables.adoption_table(results),

@@ -21,6 +21,7 @@ AUTO, AUTO_FORWARD = "auto.json", "auto_forward.json"  # from bench/auto_sweep.p
 PROFILE = "profile.json"  # from bench/profile_layer.py
 WHOLE = "whole_models.json"  # from bench/whole_models.py
 STATS = "stats.json"  # from bench/stats.py
+ADAPTERS = "adapters.json"  # from bench/adapters.py
 DECODE = "decode.json"  # from bench/decode.py
 # Results of the demo's --losses with --ep on several GPUs, and on one.
 PARALLEL_LOSSES = "expert_parallel_losses.json"
@@ -239,6 +240,26 @@ def stats_text(result: dict | None) -> str:
         body.append([*cells, *(f"{median(ms):.2f} ({median(ms) / middle - 1:+.1%})" for ms in on)])
     headings = ("layer, recipe", "without", f"one step in {result['steps']}", "every step")
     lines = tabulate(body, headings, tablefmt="github", colalign=["left"] + ["right"] * 3, disable_numparse=True)
+    return f"{textwrap.fill(text, 120)}\n\n{lines}"
+
+
+def adapters_text(result: dict | None) -> str:
+    """What adapters cost, as bench/adapters.py found it."""
+    if not result:
+        return f"Not measured yet: `python bench/adapters.py --out bench/results/{ADAPTERS}` on a GPU fills this table."
+    text = (
+        f"Milliseconds of forward and backward of a layer with {result['tokens']:,} tokens, on {result['device']} at "
+        f"{(result['commit'] or 'unknown')[:7]}, torch {result['torch']}. Weights are frozen in FP8, and factors are "
+        'float32. In the column "shared", all experts share A of gate_up and B of down:'
+    )
+    body = []
+    for row in result["rows"]:
+        plain, *adapted = (1e3 * median(seconds) for seconds in row["seconds"].values())
+        d, f, e, top_k = row["sizes"]
+        layer = f"{row['model']}: D {d}, F {f}, {e} experts, top {top_k}"
+        body.append([layer, f"`{row['recipe']}`", f"{plain:.2f}", *(f"{ms:.2f} ({ms / plain:.2f})" for ms in adapted)])
+    headings = ("layer", "recipe", *result["rows"][0]["seconds"])
+    lines = tabulate(body, headings, tablefmt="github", colalign=["left"] * 2 + ["right"] * 4, disable_numparse=True)
     return f"{textwrap.fill(text, 120)}\n\n{lines}"
 
 

@@ -102,11 +102,11 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
 
   // The product of two quantized operands. In 2D x 3D, rows of a may be taken by index. In 2D x 2D, the caller promises
   // that all offs are multiples of align, and out may lie transposed. With a rounding, the caller promises that both
-  // scales have it.
+  // scales have it. A 2D x 3D product may have a low-rank term.
   m.def(
       "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str format, Tensor offs,"
       " Tensor? indices=None, SymInt? top_k=None, int align=1, ScalarType? out_dtype=None, bool use_fast_accum=True,"
-      " str? rounding=None, bool out_transposed=False) -> Tensor");
+      " str? rounding=None, bool out_transposed=False, Tensor? low_rank_a=None, Tensor? low_rank_b=None) -> Tensor");
   // The 2D x 2D product, added to the contents of total. It is a separate op, because results, writes and treatment
   // in graphs would otherwise depend on an argument.
   m.def(

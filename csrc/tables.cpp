@@ -90,6 +90,7 @@ List dtype_names(Dtypes dtypes) {
     case Dtypes::kInt32: return {"int32"};
     case Dtypes::kInts: return {"int32", "int64"};
     case Dtypes::kProduct: return {"bfloat16", "float32"};
+    case Dtypes::kBFloat16: return {"bfloat16"};
     default: return {};
   }
 }

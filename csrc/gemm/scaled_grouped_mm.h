@@ -15,6 +15,10 @@
 // An M-grouped product may take rows of a by index: row m is then row index.row(m) of a, with its scale, or zeros if
 // the index is no row. M counts the indices.
 //
+// An M-grouped product may have a low-rank term, as an adapter of the weights adds it. out[m, n] is then the
+// product plus
+//   sum_r low_rank.a[m, r] * low_rank.b[e, n, r]
+//
 // A K-grouped product may accumulate: out[e] = RN(RN32(float32(out[e]) + product)), and empty groups leave their out as
 // it is. Or its out may lie transposed: out[e, m, n] is then at (e * N + n) * M + m, with the same bytes.
 //
@@ -27,6 +31,14 @@
 #include "numerics/operand_scales.h"
 
 namespace moe_fp8 {
+
+// Factors of the low-rank term, in bfloat16. Elements along r are adjacent; strides count elements.
+struct LowRankTerm {
+  const uint16_t* a = nullptr;  // [M, rank]; null: no term
+  const uint16_t* b = nullptr;  // [E, N, rank]
+  int64_t a_stride = 0, b_stride = 0, b_group_stride = 0;
+  int rank = 0;
+};
 
 struct ScaledGroupedMmParams {
   const uint8_t* a;
@@ -42,6 +54,7 @@ struct ScaledGroupedMmParams {
   bool out_float32;     // else bfloat16
   Fp8Type a_type, b_type;
   RowIndex index;  // of rows of a; index.at is null if rows are in order
+  LowRankTerm low_rank;
 };
 
 // The functions below surround a native GEMM that trusts its offsets and leaves tail rows unwritten. Each returns 0 or
@@ -52,6 +65,9 @@ struct ScaledGroupedMmParams {
 int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple, void* stream);
 // Zeros the rows [*first, rows) of out [rows, row_bytes / 4].
 int zero_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, void* stream);
+// Adds the low-rank term of p to p.out, whose rows are in order, in float32 by rising r. The sum is rounded to the
+// dtype of out. Offsets may hold anything.
+int add_low_rank(const ScaledGroupedMmParams& p, void* stream);
 // Zeros the groups of out [E, group_bytes / 4] that are empty along K, whatever their scales are.
 int zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes, void* stream);
 // Adds product [E, group_size] to out, except for groups that are empty along K. Both are float32 or bfloat16, begin at

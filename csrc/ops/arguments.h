@@ -24,6 +24,7 @@ enum class Dtypes : uint8_t {
   kByte,     // any type of 1 byte
   kMovable,  // any type of 1, 2 or 4 bytes
   kProduct,  // a type of products
+  kBFloat16,
 };
 
 // The dimension whose elements must be adjacent.
@@ -198,6 +199,8 @@ inline constexpr Argument kTable[] = {
     {"scaled_grouped_mm", "scale_b", "a", Dtypes::kScale, 2, 3, Strides::kAny},
     offs("scaled_grouped_mm", "a"),
     indices("scaled_grouped_mm", "a"),
+    matrix("scaled_grouped_mm", "low_rank_a", "a", Dtypes::kBFloat16),
+    {"scaled_grouped_mm", "low_rank_b", "a", Dtypes::kBFloat16, 3, 3, Strides::kSummed, {kRows, kColumns}},
     {"add_scaled_grouped_mm", "total", "a", Dtypes::kProduct, 3, 3, Strides::kContiguous},
     {"add_scaled_grouped_mm", "a", nullptr, Dtypes::kFp8, 2, 2, Strides::kInner, {kRows, kColumns}},
     {"add_scaled_grouped_mm", "b", "a", Dtypes::kFp8, 2, 2, Strides::kSummed, {kRows, kColumns}},

@@ -39,6 +39,7 @@ inline void check_dtypes(Name arg, Dtypes dtypes, const Tensor& t) {
       return check_dtype(arg, t, bytes() == 1 || bytes() == 2 || bytes() == 4, "have", "a dtype of 1, 2 or 4 bytes");
     case Dtypes::kProduct:
       return check_dtype(arg, t, t.dtype == kBFloat16 || t.dtype == kFloat32, "be", "bfloat16 or float32");
+    case Dtypes::kBFloat16: return check_dtype(arg, t, kBFloat16);
     case Dtypes::kScale: case Dtypes::kScores: case Dtypes::kGates: return;  // depends on other arguments
   }
 }

@@ -63,6 +63,16 @@ Product check_product(const char* op, const Tensor& a, const Tensor& b, const Te
   return {p, id, align, use_fast_accum, promised, a, b, scale_a, scale_b, nullptr};
 }
 
+// Checks the factors of a low-rank term, low_rank_a [M, R] and low_rank_b [E, R, N].
+LowRankTerm check_low_rank(const ScaledGroupedMmParams& p, const Tensor& a, const Tensor& b) {
+  const Name a_arg = {kOp, "low_rank_a"}, b_arg = {kOp, "low_rank_b"};
+  if (p.k_grouped) fail(kOp, ": low_rank_a must be None with b of 2 dimensions, got a tensor");
+  const int64_t of_b[] = {p.E, a.sizes[1], p.N};
+  check_size(a_arg, a, 0, p.M);
+  check_sizes(b_arg, b, of_b, 3);
+  return {a.as<uint16_t>(), b.as<uint16_t>(), a.strides[0], b.strides[2], b.strides[0], int(a.sizes[1])};
+}
+
 const Backend& backend_of(const char* op, const Product& product) {
   for (const Backend& backend : backends())
     if (backend.takes(product)) return backend;
@@ -81,7 +91,8 @@ Handle transposed_out(const Call& call, const Product& product) {
 Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
                                 std::string_view format, const Tensor& offs, const std::optional<Tensor>& indices,
                                 std::optional<int64_t> top_k, int64_t align, std::optional<int32_t> out_dtype,
-                                bool use_fast_accum, std::optional<std::string_view> rounding, bool out_transposed) {
+                                bool use_fast_accum, std::optional<std::string_view> rounding, bool out_transposed,
+                                const std::optional<Tensor>& low_rank_a, const std::optional<Tensor>& low_rank_b) {
   Product product =
       check_product(kOp, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding, indices, top_k);
   const int32_t dtype = out_dtype.value_or(kBFloat16);
@@ -90,6 +101,8 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
   product.p.out_float32 = dtype == kFloat32;
   if (out_transposed && !product.p.k_grouped)
     fail(kOp, ": out_transposed must be False with b of 3 dimensions, got True");
+  check_both_or_none(kOp, "low_rank_a", low_rank_a.has_value(), "low_rank_b", low_rank_b.has_value());
+  if (low_rank_a) product.p.low_rank = check_low_rank(product.p, *low_rank_a, *low_rank_b);
   const Call call(kOp, "a", a);  // sets the device that the backends look at
   const Backend& backend = backend_of(kOp, product);
   if (indices && !(backend.can_gather_rows && backend.can_gather_rows(product))) {
@@ -98,10 +111,20 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
     Handle moved(q), moved_scale(scale);
     const Tensor rows(std::move(moved)), row_scales(std::move(moved_scale));
     return scaled_grouped_mm_op(rows, b, row_scales, scale_b, format, offs, {}, {}, align, out_dtype, use_fast_accum,
-                                rounding, false);
+                                rounding, false, low_rank_a, low_rank_b);
   }
   product.p.out_transposed = out_transposed && backend.can_transpose && backend.can_transpose(product);
+  const LowRankTerm low_rank = product.p.low_rank;
+  const bool adds = low_rank.rank > 0 && !(backend.can_add_low_rank && backend.can_add_low_rank(product));
+  if (adds || low_rank.rank == 0) product.p.low_rank = {};
   Handle out(backend.run(call, product));
+#if defined(MOE_FP8_GPU)
+  if (adds) {
+    product.p.low_rank = low_rank;
+    product.p.out = data(out);
+    call.check(add_low_rank(product.p, call.stream()));
+  }
+#endif
   if (out_transposed && !product.p.out_transposed) {
     const Handle contiguous = std::move(out);
     out = transposed_out(call, product);

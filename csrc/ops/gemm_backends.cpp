@@ -140,6 +140,7 @@ constexpr std::nullptr_t mma_gemm = nullptr;
 bool sm90_supports(const Product& product) { return sm90::supports(product.p); }
 bool sm90_can_transpose(const Product& product) { return sm90::can_transpose(product.p); }
 bool sm90_can_gather_rows(const Product& product) { return sm90::can_gather_rows(product.p, product.use_fast_accum); }
+bool sm90_can_add_low_rank(const Product& product) { return sm90::can_add_low_rank(product.p, product.use_fast_accum); }
 AtenTensorHandle sm90_multiply(const Call& call, const Product& product) {
   return native_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
     const bool dynamic = sm90::prefers_dynamic_scheduler(p);
@@ -160,7 +161,7 @@ AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
 }
 #else
 constexpr std::nullptr_t sm90_supports = nullptr, sm90_can_gather_rows = nullptr, sm90_can_transpose = nullptr,
-                         sm90_gemm = nullptr;
+                         sm90_can_add_low_rank = nullptr, sm90_gemm = nullptr;
 #endif
 
 bool always(const Product&) { return true; }
@@ -216,10 +217,10 @@ Needs torch_bfloat16_needs() {
 
 const std::vector<Backend>& all_backends() {
   // name, what it runs, on a GPU, builds, formats, optional, needs, further conditions, run, rows of a by index,
-  // out transposed
+  // out transposed, low-rank term
   static const std::vector<Backend> all = {
       {"sm90", "Hopper's tensor cores", true, {"cuda"}, has_float_scales, false, sm90_needs(), sm90_supports,
-       sm90_gemm, sm90_can_gather_rows, sm90_can_transpose},
+       sm90_gemm, sm90_can_gather_rows, sm90_can_transpose, sm90_can_add_low_rank},
       {"sm90_mxfp8", "dequantize of b + Hopper's tensor cores, in BF16", true, {"cuda"}, has_blocked_scales, false,
        sm90_needs(), sm90_supports, sm90_gemm, nullptr, sm90_can_transpose},
       {"torch_fp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_scales_of_rows, false, torch_rows_needs(), nullptr,
@@ -233,7 +234,7 @@ const std::vector<Backend>& all_backends() {
       {"mma", "tensor cores of any GPU", true, {"cuda", "rocm"}, any_format, false, {}, nullptr, mma_gemm,
        nullptr, always},
       {"cpu", "dequantize + aten::mm of each group, in float32", false, {"cuda", "rocm", "cpu"}, any_format, false,
-       {}, nullptr, cpu_gemm, nullptr, always},
+       {}, nullptr, cpu_gemm, nullptr, always, always},
   };
   return all;
 }

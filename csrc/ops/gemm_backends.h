@@ -46,6 +46,8 @@ struct Backend {
   bool (*can_gather_rows)(const Product&) = nullptr;
   // Whether the backend writes a new 2D x 2D out transposed. If null or false, the op copies it.
   bool (*can_transpose)(const Product&) = nullptr;
+  // Whether the backend adds a low-rank term itself, and rounds once. If null or false, the op adds it to the out.
+  bool (*can_add_low_rank)(const Product&) = nullptr;
 
   bool takes(const Product& product) const;
 };

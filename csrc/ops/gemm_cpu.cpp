@@ -31,6 +31,15 @@ Handle multiply(const Call& call, const Handle& a, const Handle& b, int64_t rows
   return call_torch("aten::mm", "out", stack);
 }
 
+// Element (m, n) of the low-rank term of group e, in float32 by rising r. Products of bfloat16 are exact.
+float low_rank_term(const LowRankTerm& term, int64_t m, int64_t e, int64_t n) {
+  const uint16_t* a = term.a + m * term.a_stride;
+  const uint16_t* b = term.b + e * term.b_group_stride + n * term.b_stride;
+  float sum = 0;
+  for (int r = 0; r < term.rank; ++r) sum += BF16::to_float(a[r]) * BF16::to_float(b[r]);
+  return sum;
+}
+
 }  // namespace
 
 void scaled_grouped_mm_cpu(const Call& call, const ScaledGroupedMmParams& p) {
@@ -60,7 +69,10 @@ void scaled_grouped_mm_cpu(const Call& call, const ScaledGroupedMmParams& p) {
       for (int64_t r = begin; r < end; ++r) {
         const float scale_a = rowwise ? scales_a[first + r] : 1.f;
         const int64_t row = (first + r) * N;
-        auto scaled = [=](int64_t c) { return rowwise ? from[r * N + c] * scale_a * scale_b[c] : from[r * N + c]; };
+        auto scaled = [&, row_of_sum = from + r * N](int64_t c) {
+          const float product = rowwise ? row_of_sum[c] * scale_a * scale_b[c] : row_of_sum[c];
+          return p.low_rank.a ? product + low_rank_term(p.low_rank, first + r, e, c) : product;
+        };
         auto* out32 = static_cast<float*>(p.out);
         auto* out16 = static_cast<uint16_t*>(p.out);
         for (int64_t c = 0; c < N; ++c) {

@@ -135,9 +135,17 @@ MOE_DEVICE void mma_fp8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&
 // d += a * b; a is 16 x 16, b is 16 x 8, both of 16-bit floats.
 MOE_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if defined(MOE_SIMT)
-  simt::mma_m16n8k16(d, a, b);
+  simt::mma_m16n8k16(d, a, b, simt::Held::kHalf);
 #elif __CUDA_ARCH__ >= 800
   MOE_MMA("m16n8k16.row.col.f32.f16.f16");
+#endif
+}
+// The same for bfloat16.
+MOE_DEVICE void mma_bfloat16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if defined(MOE_SIMT)
+  simt::mma_m16n8k16(d, a, b, simt::Held::kBfloat16);
+#elif __CUDA_ARCH__ >= 800
+  MOE_MMA("m16n8k16.row.col.f32.bf16.bf16");
 #endif
 }
 #undef MOE_MMA

@@ -20,8 +20,9 @@ multiplied by slot or by token (`matmul/low_rank.py`):
                 dA of gate_up   x in the order of experts, written and read      x without unused tokens, spread v
                                 2 P D + T D                                      3 T D + T E R
 
-By token there are also 6 dense products of 2 T E R D operations. A factor that all experts share is multiplied by
-tokens: with a shared A of gate_up and B of down, no term has P D or E R.
+Where products of the frozen weights add what a factor widens (`adds_to_product`), h, out, da and dx cost no traffic
+beside u and v. By token there are also 6 dense products of 2 T E R D operations, or 4 where products add. A factor that
+all experts share is multiplied by tokens: with a shared A of gate_up and B of down, no term has P D or E R.
 """
 
 from __future__ import annotations
@@ -31,7 +32,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.matmul.low_rank import Factor, Rows, Slots, Tokens, add_to_rows, add_to_tokens, dropped, kept
+from moe_fp8_ext.matmul.engine import Engine
+from moe_fp8_ext.matmul.low_rank import (
+    Factor,
+    Rows,
+    Slots,
+    add_to_rows,
+    add_to_tokens,
+    adds_to_product,
+    dropped,
+    kept,
+)
 from moe_fp8_ext.ops.checks import check_number, fail
 
 MAX_RANK = 256
@@ -104,18 +115,21 @@ class Adapter(NamedTuple):
 
     # ---- forward ----
 
-    def up(self, h: Tensor, tokens: Tensor, slots: Slots) -> tuple[Tensor, Adapted]:
-        """Returns h [P, N] plus the adapter's part, of tokens [T, K]."""
-        x, mask = self._dropped(tokens)
-        u = Tokens(x, slots).narrow(self.A)
-        return add_to_rows(h, u, self.B, slots), self.kept(Adapted(u, mask))
+    def narrow(self, kind: type[Rows], x: Tensor, slots: Slots) -> Adapted:
+        """Computes scaling * A x. x: the `Tokens` of the up projection, or the `Rows` of the down projection."""
+        x, mask = self._dropped(x)
+        return Adapted(kind(x, slots).narrow(self.A), mask)
 
-    def narrow(self, a: Tensor, slots: Slots) -> Adapted:
-        """Computes what `down` adds, of activations a [P, K]."""
-        a, mask = self._dropped(a)
-        return Adapted(Rows(a, slots).narrow(self.A), mask)
+    def term(self, engine: Engine, adapted: Adapted) -> tuple[Tensor, Tensor] | None:
+        """Returns the low-rank term that the projection's product adds, or None if it cannot."""
+        adds = engine.adds_low_rank(adapted.u.device) and adds_to_product(self.B)
+        return (adapted.u, self.B.by_column()) if adds else None
 
-    def down(self, out: Tensor, adapted: Adapted, slots: Slots, scores: Tensor | None) -> Tensor:
+    def add_to_h(self, h: Tensor, adapted: Adapted, slots: Slots) -> Tensor:
+        """Returns h [P, N] plus the adapter's part."""
+        return add_to_rows(h, adapted.u, self.B, slots)
+
+    def add_to_out(self, out: Tensor, adapted: Adapted, slots: Slots, scores: Tensor | None) -> Tensor:
         """Returns out [T, N] plus the adapter's part."""
         return add_to_tokens(out, adapted.u, self.B, slots, scores)
 
@@ -140,6 +154,12 @@ class Adapter(NamedTuple):
         """x: the `Tokens` of the up projection, or the `Rows` of the down projection, multiplied by scores."""
         x = x if adapted.mask is None else kept(x, adapted.mask, self.dropout)
         return self._without_padding(kind(x, slots).outer(v, self.A))
+
+    def gradient_term(self, engine: Engine, v: Tensor, adapted: Adapted) -> tuple[Tensor, Tensor] | None:
+        """Returns the low-rank term that the product for the gradient of the input adds, or None if it cannot. Dropout
+        masks the term, but not the product."""
+        adds = engine.adds_low_rank(v.device) and adapted.mask is None and adds_to_product(self.A)
+        return (v, self.A.by_column()) if adds else None
 
     def add_to_da(self, da: Tensor, v: Tensor, adapted: Adapted, slots: Slots) -> Tensor:
         return add_to_rows(da, v, self.A, slots, adapted.mask, self.dropout)

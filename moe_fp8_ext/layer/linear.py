@@ -57,9 +57,18 @@ class ExpertLinear(NamedTuple):
         """Makes the operand of the weight for products over N, in backward, from what forward kept."""
         return engine.second_weight(kept, dtype or kept.values.dtype, not self.needs_weight, gradient)
 
-    def product(self, engine: Engine, x: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
-        """Computes x @ w^T + bias in bfloat16, with an operand w from `operands`."""
-        y = engine.product(x, w, groups, by_index)
+    def product(
+        self,
+        engine: Engine,
+        x: Operand,
+        w: Operand,
+        groups: Groups,
+        by_index: bool = False,
+        low_rank: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Computes x @ w^T + bias in bfloat16, with an operand w from `operands`. low_rank: as `Engine.product` takes
+        it."""
+        y = engine.product(x, w, groups, by_index, low_rank)
         return y if self.bias is None else added(y, self.bias, groups.offs)
 
     def of_forward(

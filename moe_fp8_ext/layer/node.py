@@ -255,19 +255,29 @@ def _forward(
     # The activation adds the bias, unless an adapter or statistics read h with it.
     in_product = up.bias is None or up.adapter is not None or watch is not None
     bias, up = (None, up) if in_product else (up.bias, up._replace(bias=None))
-    h, adapted_up = up.product(engine, rows, w_up, groups, by_index=True), UNADAPTED
+    adapted_up, term = UNADAPTED, None
     if up.adapter is not None:
-        h, adapted_up = up.adapter.up(h, engine.values(x, groups.of_tokens), slots)
+        adapted_up = up.adapter.narrow(Tokens, engine.values(x, groups.of_tokens), slots)
+        term = up.adapter.term(engine, adapted_up)
+    h = up.product(engine, rows, w_up, groups, by_index=True, low_rank=term)
+    if up.adapter is not None:
+        h = h if term is not None else up.adapter.add_to_h(h, adapted_up, slots)
+        adapted_up = up.adapter.kept(adapted_up)
     if watch is not None:
         watch.forward(x, h, groups, up.weight, down.weight)
     bias = None if bias is None else rounded(bias, h.dtype).contiguous()
     rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and needs_h, bias)
-    adapted_down = UNADAPTED if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
+    adapted_down = UNADAPTED
+    if down.adapter is not None:
+        adapted_down = down.adapter.narrow(Rows, engine.values(rows, groups.offs), slots)
 
     def finish() -> Tensor:
-        y = down.product(engine, rows, w_down, groups)
+        term = None if down.adapter is None else down.adapter.term(engine, adapted_down)
+        y = down.product(engine, rows, w_down, groups, low_rank=term)
         out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
-        return out if down.adapter is None else down.adapter.down(out, adapted_down, slots, scores)
+        if down.adapter is None or term is not None:
+            return out
+        return down.adapter.add_to_out(out, adapted_down, slots, scores)
 
     x, h = x if up.needs_weight or up.needs_A else NOTHING, h if needs_h else NOTHING
     kept_down = adapted_down if down.adapter is None else down.adapter.kept(adapted_down)
@@ -341,10 +351,11 @@ def _backward_of_chunk(
         del tokens
     if call.needs_h:
         if needs_da:
-            da = engine.product(dy, down_t(dout.values), groups, by_index=True)
+            term = None if down.adapter is None else down.adapter.gradient_term(engine, v_down, adapted_down)
+            da = engine.product(dy, down_t(dout.values), groups, by_index=True, low_rank=term)
         else:  # only dW_down is wanted: of the results of `gradients` it reads a alone, which needs no da
             da = dout.values.new_zeros(p, call.features, dtype=torch.bfloat16)
-        if needs_da and down.adapter is not None:
+        if needs_da and down.adapter is not None and term is None:
             da = down.adapter.add_to_da(da, v_down, adapted_down, slots)
         row_scores = None if scores is None else scores.view(-1)
         if slots is not None and groups.indices is None and scores is not None:
@@ -378,9 +389,10 @@ def _backward_of_chunk(
     if up.adapter is not None and call.needs_dh:
         v_up, dB_up = up.adapter.gradients(Rows(dh_values, slots), adapted_up, needs_x)
     if needs_x:
-        rows = engine.product(dh, up_t(dout.values), groups)
+        term = None if up.adapter is None else up.adapter.gradient_term(engine, v_up, adapted_up)
+        rows = engine.product(dh, up_t(dout.values), groups, low_rank=term)
         dx = rows if groups.indices is None else _combine(rows, groups.inverse, None)
-        if up.adapter is not None:
+        if up.adapter is not None and term is None:
             dx = up.adapter.add_to_dx(dx, v_up, adapted_up, slots)
         dx = give_back(dx)
     x = Operand(saved.x, saved.x_scale)

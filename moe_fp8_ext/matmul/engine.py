@@ -33,6 +33,11 @@ _scaled_grouped_mm = torch.ops.moe_fp8.scaled_grouped_mm.default
 _add_scaled_grouped_mm = torch.ops.moe_fp8.add_scaled_grouped_mm.default
 
 
+@torch.compiler.assume_constant_result
+def _is_hopper(gpu: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(gpu) == (9, 0)
+
+
 class Groups(NamedTuple):
     """The rows of a product. Group e has rows [offs[e-1], offs[e]). With indices, row p is token indices[p] // top_k;
     without, it is row p of the tensor."""
@@ -157,12 +162,24 @@ class Bf16Engine:
 
     # ---- products ----
 
-    def product(self, a: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
+    def product(
+        self,
+        a: Operand,
+        w: Operand,
+        groups: Groups,
+        by_index: bool = False,
+        low_rank: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """Computes a @ w^T of each group in bfloat16. Rows without a group are zero.
 
         by_index: whether a holds tokens, as `tokens` makes them, and not rows.
+        low_rank: u [P, R] and m [E, R, N], where `adds_low_rank` holds. u @ m of each group is added.
         """
         return bf16_product(a.values, w.values.mT, groups.offs)
+
+    def adds_low_rank(self, device: torch.device) -> bool:
+        """Whether `product` should be given low-rank terms on this device."""
+        return False
 
     def wgrad(
         self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None, transposed: bool
@@ -270,11 +287,24 @@ class Fp8Engine(Bf16Engine):
     def kept_tokens(self, kept: Operand, groups: Groups) -> Operand:
         return self.rows(row_major(kept.values), groups, tokens=True)[1] if kept.scale is None else kept
 
-    def product(self, a: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
+    def product(
+        self,
+        a: Operand,
+        w: Operand,
+        groups: Groups,
+        by_index: bool = False,
+        low_rank: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         indices = (groups.indices, groups.top_k) if by_index else (None, None)
         how = self.format, groups.offs, *indices, 1, None, self.recipe.use_fast_accum, self.rounding
+        if low_rank is not None:
+            how = *how, False, *low_rank
         scale_w = FORMATS[self.format].transposed_scale(w.scale)
         return _scaled_grouped_mm(a.values, w.values.mT, a.scale, scale_w, *how)
+
+    def adds_low_rank(self, device: torch.device) -> bool:
+        # Other GEMMs add the term by a pass over out, which is slower than torch's grouped product and a sum.
+        return self.format == "blockwise" and (device.type == "cpu" or _is_hopper(device.index))
 
     def wgrad(
         self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None, transposed: bool

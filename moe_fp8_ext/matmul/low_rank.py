@@ -2,7 +2,8 @@
 
 A `Factor` m is [E, R, W], one of each expert, or [R, W] if all experts share it. W is the width of a weight's rows or
 columns. `Rows` and `Tokens` are what a factor multiplies. Both narrow W columns to R, and sum the gradient of a factor.
-`add_to_rows` and `add_to_tokens` widen R columns to W and add them to what the frozen weight gave.
+A product of the frozen weight adds what a factor widens, where `adds_to_product` says so: then R columns are widened to
+W in its epilogue, and no tensor [P, W] is written. Elsewhere `add_to_rows` and `add_to_tokens` add it to the result.
 
 Tokens that groups take by index are multiplied in one of two ways. By slot: the tokens are copied into the order of
 experts, [P, W], for grouped products. By token: one dense product multiplies each token by the factors of all experts.
@@ -33,6 +34,10 @@ _take = torch.ops.moe_fp8.take_expert_columns.default
 DENSE = 350
 
 
+# Ranks up to which the product of the frozen weight adds what a factor widens.
+MAX_RANK_IN_PRODUCT = 64
+
+
 class Factor:
     """scaling * m in bfloat16, for m [E, r, W] or [r, W], with rows of zeros up to a rank R that is a multiple of 8.
 
@@ -46,7 +51,7 @@ class Factor:
     def __init__(self, m: Tensor, scaling: float = 1.0) -> None:
         *experts, r, width = m.shape
         self.m, self.scaling, self.shape, self.is_shared = m, scaling, (*experts, r + -r % 8, width), not experts
-        self._by_expert, self._side_by_side = None, None
+        self._by_expert, self._side_by_side, self._by_column = None, None, None
 
     def by_expert(self) -> Tensor:
         """Returns [E + 1, R, W], for grouped products, or the shared [R, W]. Strides are as of m.
@@ -65,17 +70,22 @@ class Factor:
             self._side_by_side = self._made(by_column=False, more_experts=0).flatten(0, 1)
         return self._side_by_side
 
+    def by_column(self) -> Tensor:
+        """Returns [E, R, W] with adjacent elements along R, for the low-rank term of `scaled_grouped_mm`."""
+        if self._by_column is None:
+            self._by_column = self._made(by_column=True, more_experts=0)
+        return self._by_column
+
     def _made(self, by_column: bool, more_experts: int) -> Tensor:
         m, (*experts, rank, width) = self.m, self.shape
         missing = rank - m.shape[-2]
         if torch.compiler.is_compiling():  # Dynamo refuses an out= that is transposed
-            m = m if by_column else m.contiguous()
-            return rounded(pad(m, (0, 0, 0, missing, *(0, more_experts) * len(experts))) * self.scaling, torch.bfloat16)
-        is_padded = more_experts or missing
-        if self.scaling == 1 and not is_padded:
-            is_made = m.dtype == torch.bfloat16 and (by_column or m.is_contiguous())
-            layout = torch.preserve_format if by_column else torch.contiguous_format
-            return m if is_made else m.to(torch.bfloat16, copy=True, memory_format=layout)
+            padding = 0, 0, 0, missing, *(0, more_experts) * len(experts)
+            out = rounded(pad(m, padding) * self.scaling, torch.bfloat16)
+            return out.mT.contiguous().mT if by_column else out.contiguous()
+        if self.scaling == 1 and not more_experts and not missing and m.dtype == torch.bfloat16:
+            if (m.mT if by_column else m).is_contiguous():
+                return m
         sizes = *(e + more_experts for e in experts), *((width, rank) if by_column else (rank, width))
         out = (m.new_zeros if missing else m.new_empty)(sizes, dtype=torch.bfloat16)
         out = out.mT if by_column else out
@@ -192,6 +202,11 @@ class Tokens(Rows):
         sums = bf16_wgrad(self.slots.scored(u, scores), self.rows(), groups.offs)
         # Rows behind the last group may hold anything, and a dense product would read them.
         return sums.float().sum(0) if m.is_shared else sums
+
+
+def adds_to_product(m: Factor) -> bool:
+    """Whether a product of FP8 operands adds u @ m itself. A shared factor widens tokens, which are fewer than rows."""
+    return not m.is_shared and m.shape[-2] <= MAX_RANK_IN_PRODUCT
 
 
 def add_to_rows(y: Tensor, u: Tensor, m: Factor, slots: Slots, mask: Tensor | None = None, p: float = 0) -> Tensor:

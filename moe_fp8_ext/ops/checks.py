@@ -319,10 +319,16 @@ def check_groups(op: str, e: int, arg: str, rows: int, format: Format, align: in
     return align
 
 
+def check_both_or_none(op: str, **arguments: object) -> None:
+    """Checks that two arguments are given together, or neither."""
+    (first, a), (second, b) = arguments.items()
+    require(a is None or b is not None, f"{op}: {second} must be given with {first}, got None")
+    require(b is None or a is not None, f"{op}: {first} must be given with {second}, got None")
+
+
 def check_optional_indices(op: str, rows: int, indices: Tensor | None, top_k: int | None) -> None:
     """Checks that indices and top_k are both given, and how many there are, or neither."""
-    require(indices is None or top_k is not None, f"{op}: top_k must be given with indices, got None")
-    require(top_k is None or indices is not None, f"{op}: indices must be given with top_k, got None")
+    check_both_or_none(op, indices=indices, top_k=top_k)
     if top_k is not None:
         check_indices(op, rows, top_k)
 

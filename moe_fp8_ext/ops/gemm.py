@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import (
+    check_both_or_none,
     check_dim,
     check_format,
     check_optional_indices,
@@ -35,6 +36,8 @@ def scaled_grouped_mm(
     use_fast_accum: bool = True,
     rounding: str | None = None,
     out_transposed: bool = False,
+    low_rank_a: Tensor | None = None,
+    low_rank_b: Tensor | None = None,
 ) -> Tensor:
     """Multiplies the groups of two FP8 operands with scales of one format.
 
@@ -82,13 +85,22 @@ def scaled_grouped_mm(
         out_transposed: only in the 2D x 2D form: out is the transposed view of a contiguous [E, K, N], with the same
             values, bit for bit. Use it for gradients of weights with this layout. torch's GEMMs, and Hopper's in
             float32, first write a contiguous product, which the op then copies.
+        low_rank_a: [M, R] bfloat16, or [P, R] with indices, of any rank R; only in the 2D x 3D form, with low_rank_b.
+            Stride 1 in the last dimension. The op then adds a low-rank term, as an adapter of the weights does, to the
+            rows of every group:
+
+                out[m, n] += sum_r low_rank_a[m, r] * low_rank_b[e, r, n]
+
+            Hopper's GEMM of "blockwise" and the CPU's add it to the float32 sum, and round once. Hopper's takes ranks
+            that are multiples of 4. After other GEMMs a pass adds it to out, in float32, and rounds again.
+        low_rank_b: [E, R, N] bfloat16; stride 1 in dimension -2, as in the transposed view of a contiguous [E, N, R].
 
     Returns:
         out [M, N], or [P, N] with indices, or [E, N, K]. It is contiguous, unless out_transposed is set.
 
     Source: the equations above; `torch._scaled_grouped_mm` for the GEMMs that are torch's.
     """
-    options = indices, top_k, align, out_dtype, use_fast_accum, rounding, out_transposed
+    options = indices, top_k, align, out_dtype, use_fast_accum, rounding, out_transposed, low_rank_a, low_rank_b
     return _scaled_grouped_mm(a, b, scale_a, scale_b, format, offs, *options)
 
 
@@ -173,8 +185,13 @@ def _checked_shape(
 
 
 @fake(_scaled_grouped_mm)
-def _(op, a, b, out_dtype, out_transposed, **operands):
+def _(op, a, b, out_dtype, out_transposed, low_rank_a, low_rank_b, **operands):
     shape = _checked_shape(op, a, b, **operands)
+    check_both_or_none(op, low_rank_a=low_rank_a, low_rank_b=low_rank_b)
+    if low_rank_a is not None:
+        require(b.dim() == 3, f"{op}: low_rank_a must be None with b of 2 dimensions, got a tensor")
+        check_dim(op, "low_rank_a", low_rank_a, 0, shape[0])
+        check_shape(op, "low_rank_b", low_rank_b, (b.shape[0], low_rank_a.shape[1], shape[1]))
     out_dtype = out_dtype or torch.bfloat16
     ok = out_dtype in (torch.bfloat16, torch.float32)
     require(ok, f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")

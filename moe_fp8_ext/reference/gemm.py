@@ -13,12 +13,27 @@ from .signature import of_op
 
 @of_op
 def scaled_grouped_mm(
-    a, b, scale_a, scale_b, format, offs, indices, top_k, align, out_dtype, use_fast_accum, rounding, out_transposed
+    a,
+    b,
+    scale_a,
+    scale_b,
+    format,
+    offs,
+    indices,
+    top_k,
+    align,
+    out_dtype,
+    use_fast_accum,
+    rounding,
+    out_transposed,
+    low_rank_a,
+    low_rank_b,
 ):
     """Matmul of dequantized operands group by group, in float64, rounded once. The op is within float32 error of this.
 
     - 2D x 3D: a [M, K], b [E, K, N]; groups are rows of a; out [M, N] is zero in tail rows. With indices, row i of out
-      belongs to row indices[i] // top_k of a, and groups are ranges of indices.
+      belongs to row indices[i] // top_k of a, and groups are ranges of indices. With low_rank_a [M, R] and low_rank_b
+      [E, R, N], low_rank_a @ low_rank_b of each group is added.
     - 2D x 2D: a [N, P], b [P, K]; groups are ranges of P; out [E, N, K]. offs are multiples of `align`. With
       out_transposed, out is the transposed view of a contiguous [E, K, N].
 
@@ -43,6 +58,8 @@ def scaled_grouped_mm(
         product = a[group] @ b[e] if grouped_rows else a[:, group] @ b[group]
         if not f.block:  # scales of whole lines are factors of the whole sum
             product = product * scale_a[group if grouped_rows else e].double()[:, None] * scale_b[e].double()
+        if low_rank_a is not None:
+            product = product + low_rank_a[group].double() @ low_rank_b[e].double()
         out[group if grouped_rows else e] = product
     out = out.to(out_dtype or torch.bfloat16)
     return out.mT.contiguous().mT if out_transposed else out

@@ -77,6 +77,9 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
         yield "transpose_weight", [b], {}
         scale_b = scale_b.mT if name == "blockwise" else scale_b
         yield "scaled_grouped_mm", [q, b.mT, scale, scale_b, name, ends], {}
+        factors = normal(len(q), 8), normal(E, b.shape[1], 8).mT
+        adapted = dict(zip(("low_rank_a", "low_rank_b"), factors, strict=True))
+        yield "scaled_grouped_mm", [q, b.mT, scale, scale_b, name, ends], adapted
         if name == "blockwise":
             yield "expand_scales", [q, scale], offs
             yield "expand_scales", [q_t, scale_t], {"along": "tokens", "offs": ends_t}

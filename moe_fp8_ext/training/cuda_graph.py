@@ -103,6 +103,7 @@ def graphed(layer: nn.Module, *sample_args: object, checkpoint: bool = False, **
     _check_layer(layer, sample.tensors[0].device)
     require(not sampling(), f"{_OP}: stats must be off, or not sample this step, while a layer is captured")
     require(not validates(), f"{_OP}: validate() must be off while a layer is captured, because it waits for the GPU")
+    torch.clear_autocast_cache()  # its casts of parameters keep nodes of autograd, which ran on another stream
     return (Recomputed if checkpoint else Graphed)(layer, sample)
 
 

@@ -31,10 +31,14 @@ def tokens_flops(a: Shape, b: Shape, groups: int = 0, align: int = 0) -> int:
     return 2 * a[0] * max(a[1] - groups * align, 0) * b[1]
 
 
-def _scaled(a, b, scale_a, scale_b, format, offs, indices=None, top_k=None, align=1, *_: object, **__: object) -> int:
-    if len(b) == 3:
-        return rows_flops(a[0] if indices is None else indices[0], a, b)
-    return tokens_flops(a, b, offs[0], align)
+def _scaled(
+    a, b, scale_a, scale_b, format, offs, indices=None, top_k=None, align=1, out_dtype=None, use_fast_accum=True,
+    rounding=None, out_transposed=False, low_rank_a=None, low_rank_b=None, **_: object
+) -> int:  # fmt: skip
+    if len(b) == 2:
+        return tokens_flops(a, b, offs[0], align)
+    rows = a[0] if indices is None else indices[0]
+    return rows_flops(rows, a, b) + (0 if low_rank_a is None else rows_flops(rows, low_rank_a, low_rank_b))
 
 
 def _added(total, a, b, scale_a, scale_b, format, offs, align=1, *_: object, **__: object) -> int:

@@ -102,6 +102,19 @@ def test_products(hopper, layout, kind, shape, fp8, out_dtype):
         check_added(hopper, operands, fast, out_dtype)
 
 
+@pytest.mark.parametrize("fp8", FP8_DTYPES[:2], ids=short)
+@pytest.mark.parametrize("rank", [4, 16, 40])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_low_rank_term(hopper, layout, rank, fp8):
+    """Tiles have one or two halves of rows, and all or some columns. Factors behind the last group are NaN."""
+    for i, (m, k, n, e) in enumerate(((70, 144, 272, 2), (600, 128, 96, 3), (300, 656, 144, 2))):
+        offs = group_offs(layout, m, e)
+        args = products("blockwise", offs, m, k, n, *types("blockwise", fp8))[0]
+        of = {"low_rank_a": exact_fp8(m, rank).bfloat16(), "low_rank_b": exact_fp8(e, n, rank).bfloat16().mT}
+        of["low_rank_a"][int(offs[-1]) :] = float("nan")
+        check(hopper, args, True, OUT_DTYPES[i % 2], counter=i == 1, **of)
+
+
 @OF_KIND
 def test_every_round_and_rest(hopper, kind):
     """Sums have 1 to 6 stages, or 8 stages, which are two whole rounds. They end with 1 to 4 steps of an instruction,
@@ -262,6 +275,7 @@ def test_what_others_take(hopper):
         ),
         ("scaled_grouped_mm", b.mT, a.mT, scale_b.mT, scale_a.mT, "blockwise", ends),
     ]
+    factors = {"low_rank_a": torch.zeros(40, 8).bfloat16(), "low_rank_b": torch.zeros(1, 32, 8).bfloat16().mT}
     for (_, fast, _), args in (of for of in of_kinds if of[0] not in ADDING):
         refused.append(("add_scaled_grouped_mm", torch.zeros(1, 32, 64), *args, fast))
     for kernels in hopper:
@@ -270,6 +284,9 @@ def test_what_others_take(hopper):
             how = {"use_fast_accum": args.pop()} if isinstance(args[-1], bool) else {}
             with pytest.raises(RuntimeError, match="not for these kernels"):
                 kernels.run(op, (torch.zeros(1, 64, 64),), *args, **how)
+        for args in (forward, of_kinds[-1][1]):
+            with pytest.raises(RuntimeError, match="not for these kernels"):
+                kernels.run("scaled_grouped_mm", (torch.zeros(40, 32),), *args, **factors)
         with pytest.raises(RuntimeError, match="not for these kernels"):
             kernels.run("scaled_grouped_mm", (torch.zeros(1, 32, 64).mT,), *of_kinds[0][1], out_transposed=True)
 

@@ -322,6 +322,20 @@ def test_add_groups(kernels, dtype):
             assert_same(each.add_groups(total, product, ends), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_add_low_rank(kernels, dtype):
+    """Adds the term of an adapter. Rows behind the last group keep their bytes, whatever their factors hold."""
+    for (m, n, rank, e), layout in zip(((70, 33, 5, 3), (150, 272, 16, 4), (200, 130, 72, 2)), LAYOUTS, strict=False):
+        for offs in (group_offs(layout, m, e), *corrupt_offs(m)[:1]):
+            out, of_experts = torch.randint(-9, 9, (m, n)).to(dtype), torch.randint(-3, 4, (len(offs), n, rank))
+            a, b, want = torch.randint(-3, 4, (m, rank)).bfloat16(), of_experts.bfloat16(), out.clone()
+            for i, (start, end) in enumerate(reference.group_bounds(offs, m)):
+                want[start:end] = (want[start:end].float() + a[start:end].float() @ b[i].float().t()).to(dtype)
+            a[reference.group_bounds(offs, m)[-1][1] :] = float("nan")
+            for each in kernels:
+                assert_same(each.add_low_rank(out, a, b, offs), want)
+
+
 def test_offsets_for_a_native_gemm(kernels):
     for offs in [*corrupt_offs(40), group_offs("tail_rows", 40, 4), torch.tensor([16, 32, 32], dtype=torch.int32)]:
         ends = torch.tensor([end for _, end in group_bounds(offs, 40)], dtype=torch.int32)

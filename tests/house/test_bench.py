@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -359,6 +360,30 @@ def test_table_of_statistics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     text = tables.stats_text(json.loads((tmp_path / "stats.json").read_text()))
     cells = [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]]
     assert cells == ["small, `blockwise`", "10.00 (0.0%)", "11.00 (+10.0%)", "20.00 (+100.0%)"]
+
+
+def test_table_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The bench runs every kind, and writes what the table reads."""
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    adapters, tables = importlib.import_module("adapters"), importlib.import_module("tables")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path / "adapters.json")])
+
+    def seconds(step: Callable[[], None], device: str) -> float:
+        step()
+        timed.append(step)
+        return 0.010 + 0.001 * timed.index(step)
+
+    timed: list[Callable[[], None]] = []
+    monkeypatch.setattr(adapters, "MODELS", adapters.MODELS[:1])
+    monkeypatch.setattr(adapters, "seconds_per_step", seconds)
+    adapters.main()
+    first, last = adapters.RECIPES
+    text = tables.adapters_text(json.loads((tmp_path / "adapters.json").read_text()))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[-2:]]
+    assert [row[1] for row in rows] == [f"`{first}`", f"`{last}`"]
+    assert rows[0][2:] == ["10.00", "11.00 (1.10)", "12.00 (1.20)", "13.00 (1.30)"]
 
 
 def test_results_begin_with_layers_and_end_with_a_forced_gemm(monkeypatch: pytest.MonkeyPatch) -> None:

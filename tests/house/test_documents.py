@@ -263,6 +263,7 @@ COMMANDS = {
     "python tests/toolchain/sanitize.py racecheck --seconds 600": GPU,
     "python bench/host.py": "tests/house/test_bench.py",
     "python bench/stats.py --out bench/results/stats.json": GPU,
+    "python bench/adapters.py --out bench/results/adapters.json": GPU,
     "python bench/decode.py --out bench/results/decode.json": "tests/house/test_bench.py",
     "python bench/whole_models.py --out bench/results/whole_models.json": (
         "tests/integrations/test_bench_whole_models.py"

@@ -576,7 +576,7 @@ def test_weights_that_fsdp_gathers(world_of_one):
     of = dict(lora_rank=4, dtype=torch.bfloat16)
     sharded, plain = Experts(4, 32, 16, **of), Experts(4, 32, 16, **of)
     plain.load_state_dict(sharded.state_dict())
-    fully_shard(sharded)
+    fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (1,)))
     gather_in_fp8_(sharded, "rowwise")
     x, ids = torch.randn(9, 32, dtype=torch.bfloat16, requires_grad=True), torch.arange(9)[:, None] % 4
     for module in (sharded, plain):

@@ -477,15 +477,27 @@ def scaled_grouped_mm(r: random.Random) -> Call:
         offs = offsets(r, p)
         a, b, _, scale_b, _, _ = exact_2d3d(fmt, m, k, n, offs, dtypes=dtypes)
         scale_a = scales(fmt, *torch.ops.moe_fp8.quantize_rows(torch.zeros(m, k), fmt)[1].shape)
-        how |= {"indices": slots(r, m * top_k, p), "top_k": top_k}
+        how |= {"indices": slots(r, m * top_k, p), "top_k": top_k} | low_rank_term(r, p, len(offs), n)
         return [a, b, scale_a, scale_b, fmt, offs], how
     if r.random() < 0.5:
         m = r.choice(ROWS)
-        return exact_2d3d(fmt, m, k, n, offsets(r, m), dtypes=dtypes), how
+        args = exact_2d3d(fmt, m, k, n, offsets(r, m), dtypes=dtypes)
+        return args, how | low_rank_term(r, m, len(args[5]), n)
     unit = UNIT[fmt]
     p = r.choice((0, 1, 3, 8)) * unit
     args = exact_2d2d(fmt, p, k, n, offsets(r, p, unit=unit), dtypes=dtypes)
     return some_of_squares(r, args), how | {"align": r.choice((1, unit)), "out_transposed": r.random() < 0.5}
+
+
+def low_rank_term(r: random.Random, rows: int, experts: int, n: int) -> dict[str, object]:
+    """The low-rank term of a product, or none. Out is float32, because some GEMMs round before they add the term."""
+    from gemm_problem import ternary
+
+    if r.random() < 0.7:
+        return {}
+    rank = r.choice((0, 1, 4, 16, 40))
+    a, b = ternary(rows, rank, dtype=torch.bfloat16), ternary(experts, n, rank, dtype=torch.bfloat16).mT
+    return {"low_rank_a": a, "low_rank_b": b, "out_dtype": torch.float32}
 
 
 def some_of_squares(r: random.Random, args: list[object]) -> list[object]:

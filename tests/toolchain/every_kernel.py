@@ -280,6 +280,9 @@ def products(fmt: str, sizes: tuple[int, int, int], offs: Tensor) -> Iterator[Ca
     for out in (torch.bfloat16, torch.float32):
         how = {"align": 32, "out_dtype": out}
         yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (q, b.mT, scale, scale_b, fmt, offs), how
+        factors = tokens(m, 24, torch.bfloat16), torch.randn(len(offs), n, 24).bfloat16().mT
+        adapted = how | dict(zip(("low_rank_a", "low_rank_b"), factors, strict=True))
+        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (q, b.mT, scale, scale_b, fmt, offs), adapted
         by_slot = {"indices": indices, "top_k": 2, "out_dtype": out}
         yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (x, b.mT, scale_x, scale_b, fmt, offs), by_slot
         for operands in wgrads:

@@ -37,6 +37,7 @@ LOADS_VECTORS: dict[str, str | bool] = {
     "add_groups_kernel": True,
     "choose_experts_backward_kernel": "ExpertLanes<",
     "choose_experts_kernel": True,
+    "add_low_rank_kernel": False,
     "combine_backward_kernel": "SlotVectorAccess",
     "combine_kernel": "SlotVectorAccess",
     "copy_rows_kernel": True,

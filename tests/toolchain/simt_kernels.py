@@ -403,6 +403,8 @@ class SimtKernels(TokenKernels):
         out_dtype: torch.dtype | None = None,
         use_fast_accum: bool = True,
         out_transposed: bool = False,
+        low_rank_a: Tensor | None = None,
+        low_rank_b: Tensor | None = None,
         adds: bool = False,
         counter: bool = False,
     ) -> None:
@@ -415,7 +417,8 @@ class SimtKernels(TokenKernels):
         what_b = b, FP8_TYPES.index(b.dtype), b.shape[-1], b.stride(-1), 0 if of_sum else b.stride(0)
         scales = ctypes.byref(of_a), ctypes.byref(of_b)
         how = of_sum, *scales, offs, offs.shape[0], adds, out_transposed, out.dtype == torch.float32
-        what_rows = indices, a.shape[0], top_k or 1, counter
+        low_rank = low_rank_a, low_rank_b, 0 if low_rank_a is None else low_rank_a.shape[1]  # both contiguous along R
+        what_rows = indices, a.shape[0], top_k or 1, counter, *low_rank
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).fill_(9).data_ptr())
         self._call("scaled_grouped_mm", *what_a, *what_b, *how, out, use_fast_accum, *what_rows, scratch)
 
@@ -424,6 +427,14 @@ class SimtKernels(TokenKernels):
     ) -> None:
         self._scaled_grouped_mm(memory, total, *product, **how, adds=True)
         out.copy_(total)
+
+    def add_low_rank(self, out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        """a [M, R] and b [E, N, R] are contiguous."""
+        memory = GuardedMemory()
+        out, a, b, offs = map(memory.copy, (out, a, b, offs))
+        self._call("add_low_rank", out, out.dtype == torch.float32, *out.shape, a, b, a.shape[1], offs, offs.shape[0])
+        memory.assert_untouched_around()
+        return out
 
     def add_groups(self, total: Tensor, product: Tensor, ends: Tensor) -> Tensor:
         memory = GuardedMemory()

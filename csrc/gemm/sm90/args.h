@@ -44,6 +44,7 @@ struct KernelArgs : Args {
   typename Epilogue::Args epilogue;
 };
 struct Store;
+struct StoreLowRank;
 struct Add;
 
 // Launches one instance. instances/ has a file for both types of a, but two for fast sums, which take longest to

@@ -45,6 +45,11 @@ MOE_DEVICE void compute_promoted_tile(const typename T::KernelArgs& p, Consumer<
   const bool both_halves = tile.rows > 128 + c.group() * kWgmmaRows;
   if (both_halves) multiply_promoted<2>(c, shared, tile, sum);
   else multiply_promoted<1>(c, shared, tile, sum);
+  if constexpr (T::Epilogue::kAddsLowRank) {
+    static_assert(T::kBlockScales, "sums are scaled before the term is added");
+    if (both_halves) T::Epilogue::template add_low_rank<2, T>(p, c, tile, sum);
+    else T::Epilogue::template add_low_rank<1, T>(p, c, tile, sum);
+  }
   const float* column_scale = shared.scale_b[slot] + 2 * (c.lane() % 4);
 #pragma unroll
   for (int row_half = 0; row_half < 2; ++row_half) {

@@ -3,6 +3,7 @@
 #include "gemm/sm90/args.h"
 #include "gemm/sm90/policy.h"
 #include "platform/launch.h"
+#include "platform/memory.h"
 #include "scales/dequantize.h"
 
 namespace moe_fp8::sm90 {
@@ -44,10 +45,15 @@ Scales scales_kind(const ScaledGroupedMmParams& p, bool fast) {
 // The usual recipes of training have Add kernels. Other products that accumulate are too rare for kernels of their own.
 constexpr bool has_add_kernel(Scales scales) { return scales == Scales::kRows || scales == Scales::kSquares; }
 
+// The recipe of frozen FP8 weights, which adapters train, has kernels that add a low-rank term.
+constexpr bool has_low_rank_kernel(Scales scales) { return scales == Scales::kBlocks; }
+
 template <Scales kScales, Fp8Type kA>
 int launch_epilogue(const ScaledGroupedMmParams& p, int* unit_counter, void* stream) {
   if constexpr (has_add_kernel(kScales))
     if (p.accumulate) return launch_gemm<kScales, kA, Add>(p, unit_counter, stream);
+  if constexpr (has_low_rank_kernel(kScales))
+    if (p.low_rank.a) return launch_gemm<kScales, kA, StoreLowRank>(p, unit_counter, stream);
   return launch_gemm<kScales, kA, Store>(p, unit_counter, stream);
 }
 template <Fp8Type kA>
@@ -96,6 +102,15 @@ bool can_gather_rows(const ScaledGroupedMmParams& p, bool fast) {
 bool can_accumulate(const ScaledGroupedMmParams& p, bool fast) { return has_add_kernel(scales_kind(p, fast)); }
 
 bool can_transpose(const ScaledGroupedMmParams& p) { return p.k_grouped && !p.accumulate && !p.out_float32; }
+
+bool can_add_low_rank(const ScaledGroupedMmParams& p, bool fast) {
+  const LowRankTerm& term = p.low_rank;
+  const auto in_fours = [](const uint16_t* first, int64_t stride) {  // lanes load four elements at a time
+    return reinterpret_cast<uintptr_t>(first) % sizeof(Vec8) == 0 && stride % 4 == 0;
+  };
+  return !p.k_grouped && has_low_rank_kernel(scales_kind(p, fast)) && term.rank % 4 == 0 &&
+         in_fours(term.a, term.a_stride) && in_fours(term.b, term.b_stride) && term.b_group_stride % 4 == 0;
+}
 
 // Clusters in static rounds drift apart, and drift grows with K and with the number of rounds, until the L2 no longer
 // holds the data that the clusters read at a time. If the L2 holds all of a, drift is harmless.

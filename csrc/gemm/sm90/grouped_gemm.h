@@ -24,6 +24,8 @@ bool supports(const ScaledGroupedMmParams& p);
 bool can_gather_rows(const ScaledGroupedMmParams& p, bool fast);
 // Whether a kernel can add the product to out itself.
 bool can_accumulate(const ScaledGroupedMmParams& p, bool fast);
+// Whether a kernel can add the low-rank term itself.
+bool can_add_low_rank(const ScaledGroupedMmParams& p, bool fast);
 // Whether a kernel can write out transposed itself.
 bool can_transpose(const ScaledGroupedMmParams& p);
 // Whether the dynamic scheduler is faster. It may be used for every M-grouped product without row index and MXFP8

@@ -4,7 +4,7 @@
 
 #include "gemm/sm90/consumer_loop.h"
 #include "gemm/sm90/epilogue/add.h"
-#include "gemm/sm90/epilogue/store.h"
+#include "gemm/sm90/epilogue/store_low_rank.h"
 #include "gemm/sm90/pipeline/gather_rows.h"
 #include "gemm/sm90/pipeline/scale_producer.h"
 
@@ -89,10 +89,11 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, int* unit_counter, void*
 }
 template <Scales kScales, Fp8Type kA, class Epilogue>
 int launch_gemm(const ScaledGroupedMmParams& p, int* unit_counter, void* stream) {
-  if constexpr (!Epilogue::kKGroupedOnly && kScales != Scales::kSquares)  // kBlocks has squares in M-grouped products
-    if (!p.k_grouped)
+  if constexpr (Epilogue::kServesMGrouped && kScales != Scales::kSquares)  // kBlocks has squares in M-grouped products
+    if (!Epilogue::kServesKGrouped || !p.k_grouped)
       return launch_grouped_gemm<Traits<kScales, Grouped::kM, kA, Epilogue>>(p, unit_counter, stream);
-  return launch_grouped_gemm<Traits<kScales, Grouped::kK, kA, Epilogue>>(p, unit_counter, stream);
+  if constexpr (Epilogue::kServesKGrouped)
+    return launch_grouped_gemm<Traits<kScales, Grouped::kK, kA, Epilogue>>(p, unit_counter, stream);
 }
 
 }  // namespace moe_fp8::sm90

@@ -22,12 +22,13 @@ inline float half_to_float(unsigned bits) {
 #define SIMT_UNCHECKED __attribute__((no_sanitize("undefined")))
 
 // Elements of a lane: 8 bytes of fp8, in the order of the instruction, or four 16-bit floats.
-enum class Held { kE4M3, kE5M2, kHalf };
+enum class Held { kE4M3, kE5M2, kHalf, kBfloat16 };
 
 // A table from bits to values, because computing powers of two would take most of a product's time.
 class ElementAccess {
  public:
-  explicit ElementAccess(Held held) : in_lane(held == Held::kHalf ? 4 : 8), bits_(64 / in_lane), values_(table(held)) {}
+  explicit ElementAccess(Held held)
+      : in_lane(held == Held::kHalf || held == Held::kBfloat16 ? 4 : 8), bits_(64 / in_lane), values_(table(held)) {}
 
   // Decodes the first n elements of a lane.
   SIMT_UNCHECKED void read(uint64_t lane, int n, float* to) const {
@@ -47,7 +48,18 @@ class ElementAccess {
     static const auto e4m3 = values(8, [](unsigned code) { return fp8_to_float(code, 3); });
     static const auto e5m2 = values(8, [](unsigned code) { return fp8_to_float(code, 2); });
     static const auto half = values(16, half_to_float);
-    return (held == Held::kHalf ? half : held == Held::kE4M3 ? e4m3 : e5m2).data();
+    static const auto bfloat16 = values(16, [](unsigned bits) {
+      const uint32_t word = bits << 16;
+      float f;
+      std::memcpy(&f, &word, sizeof f);
+      return f;
+    });
+    switch (held) {
+      case Held::kE4M3: return e4m3.data();
+      case Held::kE5M2: return e5m2.data();
+      case Held::kHalf: return half.data();
+      default: return bfloat16.data();
+    }
   }
 
   const int bits_;
@@ -133,8 +145,9 @@ inline void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
                          Site at = Site::here("mma")) {
   mma_16x8(d, ElementAccess(e5m2 ? Held::kE5M2 : Held::kE4M3), a, ElementAccess(Held::kE4M3), b, at);
 }
-inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site at = Site::here("mma")) {
-  mma_16x8(d, ElementAccess(Held::kHalf), a, ElementAccess(Held::kHalf), b, at);
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Held held,
+                         Site at = Site::here("mma")) {
+  mma_16x8(d, ElementAccess(held), a, ElementAccess(held), b, at);
 }
 
 

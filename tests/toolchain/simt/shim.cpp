@@ -203,6 +203,13 @@ extern "C" const char* simt_zero_empty_groups(void* out, const int* ends, int E,
   return outcome(zero_empty_groups(out, ends, E, group_bytes, nullptr));
 }
 
+extern "C" const char* simt_add_low_rank(void* out, bool out_float32, int64_t M, int64_t N, const uint16_t* a,
+                                         const uint16_t* b, int rank, const int* offs, int64_t E) {
+  ScaledGroupedMmParams p = {};
+  p.out = out, p.out_float32 = out_float32, p.M = M, p.N = N, p.offs = offs, p.E = E;
+  p.low_rank = {a, b, rank, rank, N * rank, rank};
+  return outcome(add_low_rank(p, nullptr));
+}
 extern "C" const char* simt_add_groups(void* out, bool out_float32, const void* product, bool product_float32,
                                        const int* ends, int E, int64_t group_size) {
   return outcome(add_groups(out, out_float32, product, product_float32, ends, E, group_size, nullptr));

@@ -5,7 +5,7 @@
 namespace moe_fp8::sm90 {
 
 struct Add {
-  static constexpr bool kKGroupedOnly = true;
+  static constexpr bool kServesMGrouped = false, kServesKGrouped = true, kAddsLowRank = false;
   struct Args {};
   static Args make_args(const ScaledGroupedMmParams&) { return {}; }
   template <class T>

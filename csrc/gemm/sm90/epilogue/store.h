@@ -5,7 +5,7 @@
 namespace moe_fp8::sm90 {
 
 struct Store {
-  static constexpr bool kKGroupedOnly = false;
+  static constexpr bool kServesMGrouped = true, kServesKGrouped = true, kAddsLowRank = false;
   struct Args {};
   static Args make_args(const ScaledGroupedMmParams&) { return {}; }
   template <class T>
