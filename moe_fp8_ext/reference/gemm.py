@@ -62,7 +62,7 @@ def scaled_grouped_mm(
             product = product + low_rank_a[group].double() @ low_rank_b[e].double()
         out[group if grouped_rows else e] = product
     out = out.to(out_dtype or torch.bfloat16)
-    return out.mT.contiguous().mT if out_transposed else out
+    return out.mT.clone(memory_format=torch.contiguous_format).mT if out_transposed else out
 
 
 @of_op
