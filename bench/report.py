@@ -171,7 +171,7 @@ def recorded() -> dict[str, dict]:
     """The results, by the stem of their file. Results of a forced GEMM, which no GPU takes by itself, come last."""
     others = beside_tables.BESIDE, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.AUTO
     others += tables.PROFILE, tables.FINETUNE, tables.FINETUNE_LOSSES, tables.MEGATRON, tables.WHOLE, tables.STATS
-    others += tables.DECODE, tables.AUTO_FORWARD
+    others += tables.DECODE, tables.AUTO_FORWARD, tables.ADAPTERS
     found = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
     return dict(sorted(found.items(), key=lambda item: "gemm" in item[1]))
 
