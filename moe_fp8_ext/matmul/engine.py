@@ -33,9 +33,9 @@ _scaled_grouped_mm = torch.ops.moe_fp8.scaled_grouped_mm.default
 _add_scaled_grouped_mm = torch.ops.moe_fp8.add_scaled_grouped_mm.default
 
 
-@torch.compiler.assume_constant_result
 def _is_hopper(gpu: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(gpu) == (9, 0)
+    properties = torch.cuda.get_device_properties(gpu)  # Dynamo knows it as a constant
+    return torch.version.hip is None and (properties.major, properties.minor) == (9, 0)
 
 
 class Groups(NamedTuple):
