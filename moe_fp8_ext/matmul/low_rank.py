@@ -34,7 +34,8 @@ _take = torch.ops.moe_fp8.take_expert_columns.default
 DENSE = 350
 
 
-# Ranks up to which the product of the frozen weight adds what a factor widens.
+# Ranks up to which the product of the frozen weight adds what a factor widens. A layer of Qwen3-30B-A3B's sizes took
+# 4.35 ms instead of 4.68 at rank 64, and 5.62 instead of 5.36 at rank 128 (H200).
 MAX_RANK_IN_PRODUCT = 64
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from derivatives import check_no_second_derivative, check_no_tangent
 from experts_problem import BF16_DB, OF_OPERAND, SPREAD_DB, Layer, activated, assert_equal, but, layer
+from grouped_problem import Calls
 from helpers import assert_same_tensor, check_cuda_graph, counted_backend, sqnr_db
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -290,6 +291,25 @@ def test_zero_b_is_no_adapter(name, device):
     got = run(problem, of, ours, recipe=name)
     assert not got["A_down"].any() and not got["A_gate_up"].any() and got["B_down"].any() and got["B_gate_up"].any()
     assert_equal(but(got, *FACTORS), run(problem, {}, ours, recipe=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "shared", "dropout", "terms"),
+    [
+        ("blockwise", 5, "", 0.0, 4),  # of h, out, da and dx
+        ("blockwise", 64, "", 0.0, 4),
+        ("blockwise", 72, "", 0.0, 0),
+        ("blockwise", 5, "A", 0.0, 2),  # of B: h and out
+        ("blockwise", 5, "AB", 0.0, 0),
+        ("blockwise", 5, "", 0.5, 2),  # dropout masks the terms of da and dx
+        ("rowwise", 5, "", 0.0, 0),
+    ],
+)
+def test_products_that_add_the_term(name, rank, shared, dropout, terms):
+    problem = layer(t=20, d=32, f=48)
+    with Calls() as calls:
+        run(problem, factors(problem, rank, shared), ours, recipe=name, dropout=dropout)
+    assert calls.terms == terms
 
 
 TENSORS = "x", "scores", "w_gate_up", "w_down", "b_gate_up", "b_down", *FACTORS

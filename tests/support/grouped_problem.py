@@ -57,16 +57,20 @@ def exact(a: Tensor, b_t: Tensor, offs: Tensor, g: Tensor) -> tuple[Tensor, Tens
 
 
 class Calls(TorchDispatchMode):
-    """Records the names of our ops in the order of their calls, and the directions of quantized weights."""
+    """Records the names of our ops in the order of their calls, the directions of quantized weights, and how many
+    products add a low-rank term."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
         self.directions: list[str] = []
+        self.terms = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "moe_fp8":
             self.names.append(func._opname)
         if func is torch.ops.moe_fp8.quantize_weight.default:
             self.directions.append(args[4] if len(args) > 4 else "both")
+        if func is torch.ops.moe_fp8.scaled_grouped_mm.default:
+            self.terms += len(args) > 13 and args[13] is not None
         return func(*args, **(kwargs or {}))
