@@ -21,6 +21,7 @@ from .activations import (
 )
 from .dequantization import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
+from .low_rank import narrow_tokens, outer_tokens
 from .messages import pack_tokens, quantize_and_pack
 from .numerics import group_bounds
 from .quantize import (

@@ -216,6 +216,35 @@ class TokenKernels:
         what = *inverse.shape, *y.shape, y.stride(0), IN_TYPES.index(y.dtype)
         self._call("spread_expert_columns", y, offs, len(offs), inverse, topk_scores, out, *what)
 
+    def _narrow_tokens(
+        self,
+        memory: GuardedMemory,
+        out: Tensor,
+        x: Tensor,
+        m: Tensor,
+        offs: Tensor,
+        indices: Tensor | None = None,
+        top_k: int | None = None,
+    ) -> None:
+        of_m = m, *m.shape, *m.stride()[:2]
+        self._call("narrow_tokens", x, len(x), x.stride(0), *of_m, offs, indices, top_k or 0, out, len(out))
+
+    def _outer_tokens(
+        self,
+        memory: GuardedMemory,
+        out: Tensor,
+        u: Tensor,
+        x: Tensor,
+        offs: Tensor,
+        scores: Tensor | None = None,
+        indices: Tensor | None = None,
+        top_k: int | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        of_u, of_x = (u, *u.shape, u.stride(0)), (x, *x.shape, x.stride(0))
+        rows = scores, indices, top_k or 0
+        self._call("outer_tokens", *of_u, *of_x, offs, len(offs), *rows, out, out_dtype == torch.float32)
+
     def _combine_backward(
         self,
         memory: GuardedMemory,
