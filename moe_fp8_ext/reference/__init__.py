@@ -42,8 +42,6 @@ from .tokens import (
     permute_indices,
     permute_pad,
     sort_tokens,
-    spread_expert_columns,
-    take_expert_columns,
     tokens_by_rank,
     unpad_token_groups,
     unpermute,

@@ -42,8 +42,6 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
     yield "permute_pad", [x, slots, TOP_K], {}
     yield "unpermute", [normal(M * TOP_K, K), slots, TOP_K, M], {}
     yield "combine", [normal(M * TOP_K, K), inverse, scores], {}
-    yield "take_expert_columns", [normal(M, E * 16), ends, slots, TOP_K], {}
-    yield "spread_expert_columns", [normal(M * TOP_K, 16), ends, inverse, scores], {}
     tokens, factors, rows = (make_integers(*s) for s in ((M, K), (E, 16, K), (M * TOP_K, 16)))
     by_slot = {"indices": slots, "top_k": TOP_K}
     yield "narrow_tokens", [tokens, factors, ends], by_slot

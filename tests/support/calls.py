@@ -425,20 +425,6 @@ def combine_backward(r: random.Random) -> Call:
     return [integers(r, dtype, len(inverse), k), y, scores, inverse, p], {"keep_grad_y": r.random() < 0.7}
 
 
-@op
-def take_expert_columns(r: random.Random) -> Call:
-    t, p, top_k, e = r.choice(ROWS), r.choice(ROWS), r.randint(1, 3), r.choice(EXPERTS)
-    x = raw(r, r.choice(MOVABLE), t, e * r.choice((0, 1, 3, 8, 16)))
-    return [x, offsets(r, p, e), slots(r, t * top_k, p), top_k], {}
-
-
-@op
-def spread_expert_columns(r: random.Random) -> Call:
-    dtype, p, inverse, scores = routed(r)
-    y = integers(r, dtype, p, r.choice((0, 1, 3, 8, 16)))
-    return [y, offsets(r, p), inverse, None if scores is None else scores.float()], {}
-
-
 def sorted_rows(r: random.Random) -> tuple[int, int, int, dict[str, object]]:
     """How many tokens, rows and slots there are, and the indices of the rows, if rows are not the tokens themselves."""
     t = r.choice(ROWS)

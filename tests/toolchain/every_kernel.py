@@ -244,11 +244,6 @@ def cases_of_tokens() -> Iterator[Call]:
         yield "unpermute", OPS.unpermute, (y, permutation, 4, 300), {}
         for scores in (None, torch.rand(300, 4)):
             yield "combine", OPS.combine, (y, inverse, scores), {}
-        for scores, width in ((None, 16), (torch.rand(300, 4), 3)):
-            of_experts = tokens(300, 9 * width, dtype)
-            taken = OPS.take_expert_columns(of_experts, offs, permutation, 4)
-            yield "take_expert_columns", OPS.take_expert_columns, (of_experts, offs, permutation, 4), {}
-            yield "spread_expert_columns", OPS.spread_expert_columns, (taken, offs, inverse, scores), {}
         grad = tokens(300, columns, dtype)
         for keep in (True, False):
             args = grad, None, torch.rand(300, 4), inverse, 1200

@@ -197,25 +197,6 @@ class TokenKernels:
         what = *inverse.shape, *y.shape, y.stride(0), IN_TYPES.index(y.dtype), is_float32
         self._call("combine", y, inverse, topk_scores, out, *what)
 
-    def _take_expert_columns(
-        self, memory: GuardedMemory, out: Tensor, x: Tensor, offs: Tensor, indices: Tensor, top_k: int
-    ) -> None:
-        size = x.element_size()
-        of_x, groups = (x, len(x), x.stride(0) * size), (offs, len(offs))
-        self._call("take_expert_columns", *of_x, *groups, indices, len(indices), top_k, out, out.shape[1] * size)
-
-    def _spread_expert_columns(
-        self,
-        memory: GuardedMemory,
-        out: Tensor,
-        y: Tensor,
-        offs: Tensor,
-        inverse: Tensor,
-        topk_scores: Tensor | None = None,
-    ) -> None:
-        what = *inverse.shape, *y.shape, y.stride(0), IN_TYPES.index(y.dtype)
-        self._call("spread_expert_columns", y, offs, len(offs), inverse, topk_scores, out, *what)
-
     def _narrow_tokens(
         self,
         memory: GuardedMemory,

@@ -16,7 +16,6 @@
 #include "tokens/choose_experts.h"
 #include "tokens/combine.h"
 #include "tokens/copy_rows.h"
-#include "tokens/expert_columns.h"
 #include "tokens/invert.h"
 #include "tokens/permute.h"
 #include "tokens/permute_quantized.h"
@@ -328,19 +327,6 @@ extern "C" const char* simt_combine(const void* y, const int* inverse, const voi
                                     int64_t top_k, int64_t P, int64_t K, int64_t y_stride, int in, bool scores_f32) {
   const CombineParams p = {y, inverse, scores, out, T, top_k, P, K, y_stride, InType(in), scores_f32};
   return outcome(combine(p, nullptr));
-}
-
-extern "C" const char* simt_take_expert_columns(const void* x, int64_t T, int64_t x_stride, const int* offs, int64_t E,
-                                                const int* indices, int64_t P, int64_t top_k, void* out,
-                                                int64_t row_bytes) {
-  return outcome(take_expert_columns({x, offs, RowIndex(indices, T, top_k), out, P, E, row_bytes, x_stride}, nullptr));
-}
-
-extern "C" const char* simt_spread_expert_columns(const void* y, const int* offs, int64_t E, const int* inverse,
-                                                  const float* scores, void* out, int64_t T, int64_t top_k, int64_t P,
-                                                  int64_t R, int64_t y_stride, int in) {
-  const SpreadExpertColumnsParams p = {y, offs, inverse, scores, out, T, top_k, P, E, R, y_stride, InType(in)};
-  return outcome(spread_expert_columns(p, nullptr));
 }
 
 // Takes rows by index if there is an index.
