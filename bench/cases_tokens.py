@@ -131,21 +131,6 @@ def _quantized(format: str) -> Callable[..., tuple[object, ...]]:
     return inputs
 
 
-def _of_experts(device: torch.device, groups: None, *, t: int, top_k: int, r: int, e: int) -> tuple[object, ...]:
-    permutation, offs, _ = ops.sort_tokens(torch.randint(e, (t, top_k), device=device), e)
-    return normal(device, t, e * r), offs, permutation, top_k
-
-
-def _to_experts(device: torch.device, groups: None, *, t: int, top_k: int, r: int, e: int) -> tuple[object, ...]:
-    _, offs, inverse = ops.sort_tokens(torch.randint(e, (t, top_k), device=device), e)
-    return normal(device, t * top_k, r), offs, inverse, torch.rand(t, top_k, device=device)
-
-
-def _adapter_columns(cpu: bool) -> list[Shape]:
-    t, top_k, r, e = (300, 4, 16, 9) if cpu else (16384, 8, 16, 128)
-    return [Shape(f"[{t}, {top_k}] R={r} E={e}", {"t": t, "top_k": top_k, "r": r, "e": e})]
-
-
 def _permute_quantized(*args: object) -> tuple[Tensor, Tensor]:
     *most, offs = args
     return ops.permute_quantized(*most, offs=offs)
@@ -211,8 +196,6 @@ TOKEN_CASES: tuple[Case, ...] = (
     Case("unpermute", exchanged_shapes, _permuted, ops.unpermute, (HOST,), moved=_tokens_only),
     Case("sort_tokens", _routings, _routed, ops.sort_tokens, _SORT, baseline=_torch_sort),
     Case("tokens_by_rank", _routings_of_ranks, _routed_to_ranks, ops.tokens_by_rank),
-    Case("take_expert_columns", _adapter_columns, _of_experts, ops.take_expert_columns, (HOST,)),
-    Case("spread_expert_columns", _adapter_columns, _to_experts, ops.spread_expert_columns, (HOST,)),
     Case("combine", _slot_rows, _slots, ops.combine, (HOST,)),
     Case("combine_backward", _slot_rows, _slot_gradients, ops.combine_backward),
 )

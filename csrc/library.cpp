@@ -91,9 +91,11 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   m.def(
       "combine_backward(Tensor grad, Tensor? y, Tensor? topk_scores, Tensor inverse, SymInt num_rows,"
       " bool keep_grad_y=True) -> (Tensor grad_y, Tensor grad_scores)");
-  // Rows of slots, and rows of tokens that have as many columns for each expert.
-  m.def("take_expert_columns(Tensor x, Tensor offs, Tensor indices, SymInt top_k) -> Tensor");
-  m.def("spread_expert_columns(Tensor y, Tensor offs, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
+  // Products of tokens with factors of a low rank. With indices, scores are by slot, else by row.
+  m.def("narrow_tokens(Tensor x, Tensor m, Tensor offs, Tensor? indices=None, SymInt? top_k=None) -> Tensor");
+  m.def(
+      "outer_tokens(Tensor u, Tensor x, Tensor offs, Tensor? scores=None, Tensor? indices=None, SymInt? top_k=None,"
+      " ScalarType? out_dtype=None) -> Tensor");
   m.def(
       "pad_token_groups(Tensor x, Tensor offs, int align=16)"
       " -> (Tensor x_padded, Tensor padded_starts, Tensor padded_offs)");

@@ -52,10 +52,6 @@ constexpr int kScaleWords = 4;            // of a row in flight a thread: one 16
 constexpr int kScaleWordsPerThread = 2 * kScaleWords;
 constexpr int kScaleBlocks = 8;           // blocks of scales a multiprocessor: each builds a table of the groups
 
-// ---- take_expert_columns(), spread_expert_columns(): blocks of 256 threads -----------------------------------------
-
-constexpr int kExpertColumnBlocks = 4;    // resident blocks: each makes a table of the groups
-
 // ---- quantize_and_pack() --------------------------------------------------------------------------------------------
 
 constexpr int kPackThreads = 128;         // of a token

@@ -27,8 +27,8 @@ from moe_fp8_ext.ops.dequantization import dequantize
 from moe_fp8_ext.ops.dispatch import bind as _bind
 from moe_fp8_ext.ops.dispatch import refuse_derivatives as _refuse_derivatives
 from moe_fp8_ext.ops.dispatch import refuse_none as _refuse_none
-from moe_fp8_ext.ops.expert_columns import spread_expert_columns, take_expert_columns
 from moe_fp8_ext.ops.gemm import add_scaled_grouped_mm, scaled_grouped_mm
+from moe_fp8_ext.ops.low_rank import narrow_tokens, outer_tokens
 from moe_fp8_ext.ops.messages import pack_tokens, quantize_and_pack
 from moe_fp8_ext.ops.permute import permute_indices, permute_pad, permute_quantized, unpermute
 from moe_fp8_ext.ops.quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
@@ -50,6 +50,8 @@ __all__ = [
     "combine_backward",
     "dequantize",
     "expand_scales",
+    "narrow_tokens",
+    "outer_tokens",
     "pack_tokens",
     "pad_token_groups",
     "pad_token_groups_to",
@@ -66,10 +68,8 @@ __all__ = [
     "quantize_weight",
     "scaled_grouped_mm",
     "sort_tokens",
-    "spread_expert_columns",
     "sum_groups",
     "swizzle_scales",
-    "take_expert_columns",
     "tokens_by_rank",
     "transpose_weight",
     "unpad_token_groups",

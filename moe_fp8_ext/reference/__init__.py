@@ -21,6 +21,7 @@ from .activations import (
 )
 from .dequantization import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
+from .low_rank import narrow_tokens, outer_tokens
 from .messages import pack_tokens, quantize_and_pack
 from .numerics import group_bounds
 from .quantize import (
@@ -41,8 +42,6 @@ from .tokens import (
     permute_indices,
     permute_pad,
     sort_tokens,
-    spread_expert_columns,
-    take_expert_columns,
     tokens_by_rank,
     unpad_token_groups,
     unpermute,

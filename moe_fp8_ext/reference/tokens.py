@@ -151,24 +151,3 @@ def combine_backward(grad, y, topk_scores, inverse, num_rows, keep_grad_y):
         grad_scores.view(-1)[slots] = (row_grads.double() * y[rows].double()).sum(1)
     scores_dtype = torch.float32 if topk_scores is None else topk_scores.dtype
     return round_to(grad_y, grad.dtype), round_to(grad_scores, scores_dtype)
-
-
-@of_op
-def take_expert_columns(x, offs, indices, top_k):
-    """x [T, E * R], indices [P] -> [P, R]: of row indices[p] // top_k, the columns of the group that has p."""
-    width = x.shape[1] // max(len(offs), 1)
-    out = x.new_zeros(len(indices), width)
-    for expert, (start, end) in enumerate(group_bounds(offs, len(indices))):
-        columns = x[:, expert * width : (expert + 1) * width]
-        out[start:end] = permute_pad(columns, indices[start:end], top_k)
-    return out
-
-
-@of_op
-def spread_expert_columns(y, offs, inverse, topk_scores):
-    """y [P, R], inverse and topk_scores [T, top_k] -> [T, E * R]: `combine` for each group alone, side by side."""
-    parts = []
-    for start, end in group_bounds(offs, len(y)):
-        of_group = (inverse >= start) & (inverse < end)
-        parts.append(combine(y, torch.where(of_group, inverse, -1), topk_scores))
-    return torch.cat(parts, 1) if parts else y.new_zeros(len(inverse), 0)

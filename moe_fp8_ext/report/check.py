@@ -25,6 +25,9 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(shape, generator=make).to(dtype)
 
+    def make_integers(*shape: int) -> Tensor:  # sums of their products are exact in every order
+        return torch.randint(-3, 4, shape, generator=make).bfloat16()
+
     x, w, h, ends = normal(M, K), normal(E, N, K), normal(M, 2 * N), torch.tensor([32, 32, 90], dtype=torch.int32)
     logits, offs = normal(M, E + 2, dtype=torch.float32), {"offs": ends}
     grad = torch.zeros(M, N, dtype=torch.bfloat16)
@@ -39,8 +42,10 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
     yield "permute_pad", [x, slots, TOP_K], {}
     yield "unpermute", [normal(M * TOP_K, K), slots, TOP_K, M], {}
     yield "combine", [normal(M * TOP_K, K), inverse, scores], {}
-    yield "take_expert_columns", [normal(M, E * 16), ends, slots, TOP_K], {}
-    yield "spread_expert_columns", [normal(M * TOP_K, 16), ends, inverse, scores], {}
+    tokens, factors, rows = (make_integers(*s) for s in ((M, K), (E, 16, K), (M * TOP_K, 16)))
+    by_slot = {"indices": slots, "top_k": TOP_K}
+    yield "narrow_tokens", [tokens, factors, ends], by_slot
+    yield "outer_tokens", [rows, tokens, ends], by_slot | {"scores": scores.round()}
     yield "combine_backward", [x, None, scores, inverse, M * TOP_K], {}
     yield "pack_tokens", [x, ids, scores, None, slots, TOP_K, E + 2], {}
     padded, starts, _ = OPS.pad_token_groups(x, ends)

@@ -221,26 +221,6 @@ def test_combine(kernels, dtype):
         check_combine(kernels, torch.randn(p, k).to(dtype), inverse, torch.rand(t, top_k), torch.randn(t, k).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
-def test_expert_columns(kernels, dtype):
-    """Rows have whole vectors or odd sizes, and odd addresses. Columns of all experts fill a wave or exceed it. A token
-    may have more slots than a wave has lanes. Offs hold any numbers."""
-    for t, top_k, e, r in ((19, 3, 5, 16), (7, 2, 9, 3), (3, 70, 70, 8), (40, 2, 1, 1), (0, 2, 3, 8), (5, 0, 3, 8)):
-        p = t * top_k
-        x, y = torch.randn(t, e * r).to(dtype), torch.randn(p, r).to(dtype)
-        indices, inverse = slot_indices(t, max(top_k, 1), p), torch.randperm(p).int().view(t, top_k)
-        for offs in (group_offs("tail_rows", p, e), torch.randint(-2, p + 2, (e,), dtype=torch.int32)):
-            for view in (x, misaligned(x)):
-                kernels.check("take_expert_columns", view, offs, indices, max(top_k, 1))
-            kernels.check("spread_expert_columns", y, offs, inverse, None)
-            kernels.check("spread_expert_columns", misaligned(y), offs, inverse, torch.rand(t, top_k))
-        if p:
-            corrupt = torch.randint(-2, p + 2, (t, top_k), dtype=torch.int32)
-            kernels.check("spread_expert_columns", y, group_offs("tail_rows", p, e), corrupt, torch.rand(t, top_k))
-    kernels.check("take_expert_columns", torch.randn(4, 0).to(dtype), torch.zeros(0, dtype=torch.int32), indices, 1)
-    kernels.check("spread_expert_columns", y, torch.zeros(0, dtype=torch.int32), inverse, None)
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_permute_quantized(kernels, format):
     """Scales are grouped or not, exceed a block's threads in rows and columns, and may have odd addresses. Rows consist

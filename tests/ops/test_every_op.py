@@ -77,7 +77,7 @@ def test_table_of_arguments_has_the_tensors_of_every_schema():
 # Every name of an op's argument, in the order of CONTRIBUTING.md: operands (a gradient first), their scales, their
 # kinds, groups, rows by index, sizes, options. A new name needs a place here.
 ORDER = """
-    total grad x w q a b y h logits tokens_per_rank_expert topk_ids scores topk_scores bias
+    total grad u x m w q a b y h logits tokens_per_rank_expert topk_ids scores topk_scores bias
     scale scale_a scale_b h_scale blocked
     activation format along groups
     offs padded_starts

@@ -17,6 +17,7 @@ OPS: dict[str, Callable[[random.Random], Call]] = {}
 ROWS = (0, 1, 2, 7, 16, 31, 33, 64, 100, 129, 200)
 COLUMNS = (0, 1, 3, 8, 15, 16, 32, 33, 64, 100, 128, 130, 257)
 EXPERTS = (0, 1, 2, 3, 5, 9, 40)
+RANKS = (0, 1, 3, 8, 16, 24, 64, 100)
 MOVABLE = (*INPUT_DTYPES, *FP8_DTYPES, torch.int8, torch.int32, torch.bool, torch.float8_e8m0fnu)
 
 
@@ -424,18 +425,32 @@ def combine_backward(r: random.Random) -> Call:
     return [integers(r, dtype, len(inverse), k), y, scores, inverse, p], {"keep_grad_y": r.random() < 0.7}
 
 
-@op
-def take_expert_columns(r: random.Random) -> Call:
-    t, p, top_k, e = r.choice(ROWS), r.choice(ROWS), r.randint(1, 3), r.choice(EXPERTS)
-    x = raw(r, r.choice(MOVABLE), t, e * r.choice((0, 1, 3, 8, 16)))
-    return [x, offsets(r, p, e), slots(r, t * top_k, p), top_k], {}
+def sorted_rows(r: random.Random) -> tuple[int, int, int, dict[str, object]]:
+    """How many tokens, rows and slots there are, and the indices of the rows, if rows are not the tokens themselves."""
+    t = r.choice(ROWS)
+    if r.random() < 0.4:
+        return t, t, t, {}
+    p, top_k = r.choice(ROWS), r.randint(1, 3)
+    return t, p, t * top_k, {"indices": slots(r, t * top_k, p), "top_k": top_k}
 
 
 @op
-def spread_expert_columns(r: random.Random) -> Call:
-    dtype, p, inverse, scores = routed(r)
-    y = integers(r, dtype, p, r.choice((0, 1, 3, 8, 16)))
-    return [y, offsets(r, p), inverse, None if scores is None else scores.float()], {}
+def narrow_tokens(r: random.Random) -> Call:
+    t, p, _, how = sorted_rows(r)
+    w, e = r.choice(COLUMNS), r.choice(EXPERTS)
+    m = integers(r, torch.bfloat16, e, r.choice(RANKS), w)
+    return [integers(r, torch.bfloat16, t, w), m, offsets(r, p, e)], how
+
+
+@op
+def outer_tokens(r: random.Random) -> Call:
+    t, p, count, how = sorted_rows(r)
+    if r.random() < 0.5:
+        scores = torch.randint(-4, 5, (count,), generator=generator(r)).float()
+        how["scores"] = scores.view(t, -1) if t and r.random() < 0.5 else scores
+    how["out_dtype"] = r.choice((None, torch.bfloat16, torch.float32))
+    u, x = (integers(r, torch.bfloat16, rows, r.choice(sizes)) for rows, sizes in ((p, RANKS), (t, COLUMNS)))
+    return [u, x, offsets(r, p)], how
 
 
 @op

@@ -244,11 +244,6 @@ def cases_of_tokens() -> Iterator[Call]:
         yield "unpermute", OPS.unpermute, (y, permutation, 4, 300), {}
         for scores in (None, torch.rand(300, 4)):
             yield "combine", OPS.combine, (y, inverse, scores), {}
-        for scores, width in ((None, 16), (torch.rand(300, 4), 3)):
-            of_experts = tokens(300, 9 * width, dtype)
-            taken = OPS.take_expert_columns(of_experts, offs, permutation, 4)
-            yield "take_expert_columns", OPS.take_expert_columns, (of_experts, offs, permutation, 4), {}
-            yield "spread_expert_columns", OPS.spread_expert_columns, (taken, offs, inverse, scores), {}
         grad = tokens(300, columns, dtype)
         for keep in (True, False):
             args = grad, None, torch.rand(300, 4), inverse, 1200
@@ -257,6 +252,23 @@ def cases_of_tokens() -> Iterator[Call]:
         yield "pad_token_groups", OPS.pad_token_groups, (x, offsets(0, 100, 490)), {}
         yield "pad_token_groups_to", OPS.pad_token_groups_to, (x, offsets(0, 100, 490), starts, 640), {}
         yield "unpad_token_groups", OPS.unpad_token_groups, (padded, offsets(0, 100, 490), starts, 500), {}
+
+
+def cases_of_low_rank() -> Iterator[Call]:
+    """Factors that tensor cores take, and others. Integers have exact sums in every order."""
+
+    def ternary(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape).bfloat16()
+
+    permutation, offs, _ = OPS.sort_tokens(torch.randint(-1, 9, (300, 4)), 9)
+    scores, by_slot = torch.randint(-2, 3, (300, 4)).float(), {"indices": permutation, "top_k": 4}
+    for rank, width in itertools.product((3, 8, 16, 24, 40, 100), (37, 136, 1032)):
+        x, m, u = ternary(300, width), ternary(9, rank, width), ternary(1200, rank)
+        yield "narrow_tokens", OPS.narrow_tokens, (x, m, offs), by_slot
+        yield "narrow_tokens", OPS.narrow_tokens, (x, m, offs.clamp(max=290)), {}
+        for dtype in (torch.bfloat16, torch.float32):
+            yield "outer_tokens", OPS.outer_tokens, (u, x, offs, scores), by_slot | {"out_dtype": dtype}
+            yield "outer_tokens", OPS.outer_tokens, (u[:300], x, offs.clamp(max=290)), {"out_dtype": dtype}
 
 
 def products(fmt: str, sizes: tuple[int, int, int], offs: Tensor) -> Iterator[Call]:
@@ -327,7 +339,7 @@ def elements(call: Call) -> int:
 
 def selected(wanted: set[str], without: set[str]) -> list[Call]:
     of_values = cases_of_activations, cases_of_gradient_tiles, cases_of_choices
-    of_rows = cases_of_quantizers, cases_of_scales, *of_values, cases_of_tokens
+    of_rows = cases_of_quantizers, cases_of_scales, *of_values, cases_of_tokens, cases_of_low_rank
     calls = []
     for cases in (*of_rows, cases_of_gemm):
         for name, op, args, kwargs in cases():

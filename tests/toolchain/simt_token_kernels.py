@@ -197,24 +197,34 @@ class TokenKernels:
         what = *inverse.shape, *y.shape, y.stride(0), IN_TYPES.index(y.dtype), is_float32
         self._call("combine", y, inverse, topk_scores, out, *what)
 
-    def _take_expert_columns(
-        self, memory: GuardedMemory, out: Tensor, x: Tensor, offs: Tensor, indices: Tensor, top_k: int
-    ) -> None:
-        size = x.element_size()
-        of_x, groups = (x, len(x), x.stride(0) * size), (offs, len(offs))
-        self._call("take_expert_columns", *of_x, *groups, indices, len(indices), top_k, out, out.shape[1] * size)
-
-    def _spread_expert_columns(
+    def _narrow_tokens(
         self,
         memory: GuardedMemory,
         out: Tensor,
-        y: Tensor,
+        x: Tensor,
+        m: Tensor,
         offs: Tensor,
-        inverse: Tensor,
-        topk_scores: Tensor | None = None,
+        indices: Tensor | None = None,
+        top_k: int | None = None,
     ) -> None:
-        what = *inverse.shape, *y.shape, y.stride(0), IN_TYPES.index(y.dtype)
-        self._call("spread_expert_columns", y, offs, len(offs), inverse, topk_scores, out, *what)
+        of_m = m, *m.shape, *m.stride()[:2]
+        self._call("narrow_tokens", x, len(x), x.stride(0), *of_m, offs, indices, top_k or 0, out, len(out))
+
+    def _outer_tokens(
+        self,
+        memory: GuardedMemory,
+        out: Tensor,
+        u: Tensor,
+        x: Tensor,
+        offs: Tensor,
+        scores: Tensor | None = None,
+        indices: Tensor | None = None,
+        top_k: int | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        of_u, of_x = (u, *u.shape, u.stride(0)), (x, *x.shape, x.stride(0))
+        rows = scores, indices, top_k or 0
+        self._call("outer_tokens", *of_u, *of_x, offs, len(offs), *rows, out, out_dtype == torch.float32)
 
     def _combine_backward(
         self,

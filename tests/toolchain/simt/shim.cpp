@@ -7,6 +7,7 @@
 #include "activations/backward/quantize_activated_backward.h"
 #include "activations/backward/sum_groups.h"
 #include "gemm/scaled_grouped_mm.h"
+#include "low_rank/tokens.h"
 #include "quantize/quantize.h"
 #include "quantize/transpose_weight.h"
 #include "scales/dequantize.h"
@@ -15,7 +16,6 @@
 #include "tokens/choose_experts.h"
 #include "tokens/combine.h"
 #include "tokens/copy_rows.h"
-#include "tokens/expert_columns.h"
 #include "tokens/invert.h"
 #include "tokens/permute.h"
 #include "tokens/permute_quantized.h"
@@ -329,17 +329,22 @@ extern "C" const char* simt_combine(const void* y, const int* inverse, const voi
   return outcome(combine(p, nullptr));
 }
 
-extern "C" const char* simt_take_expert_columns(const void* x, int64_t T, int64_t x_stride, const int* offs, int64_t E,
-                                                const int* indices, int64_t P, int64_t top_k, void* out,
-                                                int64_t row_bytes) {
-  return outcome(take_expert_columns({x, offs, RowIndex(indices, T, top_k), out, P, E, row_bytes, x_stride}, nullptr));
+// Takes rows by index if there is an index.
+extern "C" const char* simt_narrow_tokens(const uint16_t* x, int64_t T, int64_t x_stride, const uint16_t* m,
+                                          int64_t E, int64_t R, int64_t W, int64_t m_expert_stride, int64_t m_stride,
+                                          const int* offs, const int* indices, int64_t top_k, uint16_t* out,
+                                          int64_t P) {
+  const RowIndex source = indices ? RowIndex(indices, T, top_k) : RowIndex();
+  return outcome(narrow_tokens({x, m, offs, source, out, P, E, R, W, x_stride, m_expert_stride, m_stride}, nullptr));
 }
 
-extern "C" const char* simt_spread_expert_columns(const void* y, const int* offs, int64_t E, const int* inverse,
-                                                  const float* scores, void* out, int64_t T, int64_t top_k, int64_t P,
-                                                  int64_t R, int64_t y_stride, int in) {
-  const SpreadExpertColumnsParams p = {y, offs, inverse, scores, out, T, top_k, P, E, R, y_stride, InType(in)};
-  return outcome(spread_expert_columns(p, nullptr));
+extern "C" const char* simt_outer_tokens(const uint16_t* u, int64_t P, int64_t R, int64_t u_stride, const uint16_t* x,
+                                         int64_t T, int64_t W, int64_t x_stride, const int* offs, int64_t E,
+                                         const float* scores, const int* indices, int64_t top_k, void* out,
+                                         bool is_float32) {
+  const RowIndex source = indices ? RowIndex(indices, T, top_k) : RowIndex();
+  const OuterTokensParams p = {u, x, offs, source, scores, out, P, E, R, W, u_stride, x_stride, is_float32};
+  return outcome(outer_tokens(p, nullptr));
 }
 
 extern "C" const char* simt_combine_backward(const void* grad, const void* y, const int* inverse, const void* scores,

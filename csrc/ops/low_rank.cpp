@@ -1,0 +1,67 @@
+#include "low_rank/tokens.h"
+
+#include "ops/checks.h"
+
+namespace moe_fp8 {
+namespace {
+
+constexpr const char *kNarrow = "narrow_tokens", *kOuter = "outer_tokens";
+
+// The rows of a call: tokens of x by index, or the rows of x themselves.
+struct SortedRows {
+  RowIndex source;  // source.at is null without indices
+  int64_t count, slots;
+};
+SortedRows check_rows(const char* op, const Tensor& x, const std::optional<Tensor>& indices,
+                      std::optional<int64_t> top_k) {
+  check_both_or_none(op, "indices", indices.has_value(), "top_k", top_k.has_value());
+  if (!indices) return {{}, x.sizes[0], x.sizes[0]};
+  SortedRows rows = {check_indices(op, *indices, x.sizes[0], *top_k), indices->sizes[0], x.sizes[0] * *top_k};
+  rows.source.at = ints(*indices);
+  return rows;
+}
+
+}  // namespace
+
+Results<1> narrow_tokens_op(const Tensor& x, const Tensor& m, const Tensor& offs, const std::optional<Tensor>& indices,
+                            std::optional<int64_t> top_k) {
+  const int64_t E = m.sizes[0], R = m.sizes[1], W = m.sizes[2];
+  const SortedRows rows = check_rows(kNarrow, x, indices, top_k);
+  check_size({kNarrow, "x"}, x, 1, W);
+  check_size({kNarrow, "offs"}, offs, 0, E);
+  validate_offs(kNarrow, offs, rows.count, indices ? "indices" : "rows");
+  const Call call(kNarrow, "x", x);
+  Handle out = call.empty({rows.count, R}, kBFloat16);
+  const NarrowTokensParams p = {x.as<uint16_t>(), m.as<uint16_t>(), ints(offs), rows.source, data<uint16_t>(out),
+                                rows.count, E, R, W, x.strides[0], m.strides[0], m.strides[1]};
+  MOE_FP8_RUN(call, narrow_tokens, p);
+  return results(out);
+}
+
+Results<1> outer_tokens_op(const Tensor& u, const Tensor& x, const Tensor& offs, const std::optional<Tensor>& scores,
+                           const std::optional<Tensor>& indices, std::optional<int64_t> top_k,
+                           std::optional<int32_t> out_dtype) {
+  const int64_t P = u.sizes[0], R = u.sizes[1], W = x.sizes[1], E = offs.sizes[0];
+  const SortedRows rows = check_rows(kOuter, x, indices, top_k);
+  check_size({kOuter, "u"}, u, 0, rows.count);
+  if (scores) {
+    const int64_t count = product(scores->sizes, scores->dim);
+    if (count != rows.slots) fail(kOuter, ": scores must have ", rows.slots, " elements, got ", count);
+  }
+  const int32_t dtype = out_dtype.value_or(kBFloat16);
+  if (dtype != kBFloat16 && dtype != kFloat32)
+    fail(kOuter, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
+  validate_offs(kOuter, offs, P);
+  const Call call(kOuter, "u", u);
+  Handle out = call.empty({E, R, W}, dtype);
+  const OuterTokensParams p = {u.as<uint16_t>(), x.as<uint16_t>(), ints(offs), rows.source,
+                               scores ? scores->as<float>() : nullptr, data(out), P, E, R, W,
+                               u.strides[0], x.strides[0], dtype == kFloat32};
+  MOE_FP8_RUN(call, outer_tokens, p);
+  return results(out);
+}
+
+}  // namespace moe_fp8
+
+MOE_FP8_REGISTER(narrow_tokens)
+MOE_FP8_REGISTER(outer_tokens)
