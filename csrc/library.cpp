@@ -94,6 +94,10 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   // Rows of slots, and rows of tokens that have as many columns for each expert.
   m.def("take_expert_columns(Tensor x, Tensor offs, Tensor indices, SymInt top_k) -> Tensor");
   m.def("spread_expert_columns(Tensor y, Tensor offs, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
+  // A factor of adapters [E, R, C] or [R, C] in another type, another order of dimensions and other sizes.
+  m.def(
+      "cast_factor(Tensor m, SymInt rows, SymInt cols, str order, ScalarType dtype, SymInt? num_experts=None,"
+      " float scaling=1.0) -> Tensor");
   m.def(
       "pad_token_groups(Tensor x, Tensor offs, int align=16)"
       " -> (Tensor x_padded, Tensor padded_starts, Tensor padded_offs)");

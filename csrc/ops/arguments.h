@@ -184,6 +184,7 @@ inline constexpr Argument kTable[] = {
     offs("spread_expert_columns", "y"),
     inverse("spread_expert_columns", "y"),
     {"spread_expert_columns", "topk_scores", "y", Dtypes::kFloat32, 2, 2, Strides::kContiguous},
+    {"cast_factor", "m", nullptr, Dtypes::kInput, 2, 3, Strides::kAny, {kRows, kColumns}},
     matrix("pad_token_groups", "x", nullptr, Dtypes::kMovable),
     offs("pad_token_groups", "x"),
     matrix("pad_token_groups_to", "x", nullptr, Dtypes::kMovable),

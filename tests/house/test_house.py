@@ -257,7 +257,7 @@ def test_design_names_every_folder():
 # ---- Includes of C++: calls go one way -------------------------------------------------------------------------------
 
 RANKS = {"platform": 0, "numerics": 1, "primitives": 2, "quantize": 3, "scales": 3, "gemm": 3}
-RANKS |= {"tokens": 4, "activations": 4}
+RANKS |= {"tokens": 4, "activations": 4, "low_rank": 4}
 RANKS |= {"cpu": 5, "ops": 6, "library.cpp": 7, "tables.cpp": 7}
 TORCH = re.compile(r'[<"](?:torch|ATen|c10)/')
 MAY_SEE_TORCH = ("ops/", "library.cpp", "cpu/parallel.h")

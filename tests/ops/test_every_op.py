@@ -77,7 +77,7 @@ def test_table_of_arguments_has_the_tensors_of_every_schema():
 # Every name of an op's argument, in the order of CONTRIBUTING.md: operands (a gradient first), their scales, their
 # kinds, groups, rows by index, sizes, options. A new name needs a place here.
 ORDER = """
-    total grad x w q a b y h logits tokens_per_rank_expert topk_ids scores topk_scores bias
+    total grad x w q m a b y h logits tokens_per_rank_expert topk_ids scores topk_scores bias
     scale scale_a scale_b h_scale blocked
     activation format along groups
     offs padded_starts
@@ -85,8 +85,8 @@ ORDER = """
     rows cols num_experts num_local_experts num_ranks num_tokens num_rows num_padded
     scoring normalize scaling_factor num_groups top_groups group_score given_ids parts interleaved
     keep_h keep_grad_h keep_a keep_grad_y
-    align align_empty dtype out_dtype grad_dtype use_fast_accum rounding out_transposed low_rank_a low_rank_b
-    amax sum_grad_h directions
+    order align align_empty dtype out_dtype grad_dtype use_fast_accum rounding out_transposed low_rank_a low_rank_b
+    amax sum_grad_h directions scaling
 """.split()
 PLACES = {name: place for place, name in enumerate(ORDER)}
 

@@ -249,6 +249,11 @@ def cases_of_tokens() -> Iterator[Call]:
             taken = OPS.take_expert_columns(of_experts, offs, permutation, 4)
             yield "take_expert_columns", OPS.take_expert_columns, (of_experts, offs, permutation, 4), {}
             yield "spread_expert_columns", OPS.spread_expert_columns, (taken, offs, inverse, scores), {}
+        for out_dtype, order in itertools.product(INPUTS, ("erc", "ecr", "rce")):
+            m = tokens(5 * 12, columns, dtype).view(5, 12, columns)
+            for view in (m, m.mT.contiguous().mT, m.permute(1, 2, 0).contiguous().permute(2, 0, 1)):
+                args = view, 16, columns, order, out_dtype
+                yield "cast_factor", OPS.cast_factor, args, {"num_experts": 6, "scaling": 0.3}
         grad = tokens(300, columns, dtype)
         for keep in (True, False):
             args = grad, None, torch.rand(300, 4), inverse, 1200

@@ -216,6 +216,25 @@ class TokenKernels:
         what = *inverse.shape, *y.shape, y.stride(0), IN_TYPES.index(y.dtype)
         self._call("spread_expert_columns", y, offs, len(offs), inverse, topk_scores, out, *what)
 
+    def _cast_factor(
+        self,
+        memory: GuardedMemory,
+        out: Tensor,
+        m: Tensor,
+        rows: int,
+        cols: int,
+        order: str,
+        dtype: torch.dtype,
+        num_experts: int | None = None,
+        scaling: float = 1.0,
+    ) -> None:
+        dims = ["erc"[-m.dim() :].index(name) for name in reversed(order)]
+        of_dims = [(out.shape[d], min(out.shape[d], m.shape[d]), m.stride(d)) for d in dims]
+        of_dims += [(1, 1, 0)] * (3 - len(dims))
+        numbers = torch.tensor(of_dims, dtype=torch.int64)
+        types = IN_TYPES.index(m.dtype), IN_TYPES.index(dtype)
+        self._call("cast_factor", m, out, numbers, float(scaling), *types)
+
     def _combine_backward(
         self,
         memory: GuardedMemory,

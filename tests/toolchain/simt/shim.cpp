@@ -7,6 +7,7 @@
 #include "activations/backward/quantize_activated_backward.h"
 #include "activations/backward/sum_groups.h"
 #include "gemm/scaled_grouped_mm.h"
+#include "low_rank/cast_factor.h"
 #include "quantize/quantize.h"
 #include "quantize/transpose_weight.h"
 #include "scales/dequantize.h"
@@ -340,6 +341,13 @@ extern "C" const char* simt_spread_expert_columns(const void* y, const int* offs
                                                   int64_t R, int64_t y_stride, int in) {
   const SpreadExpertColumnsParams p = {y, offs, inverse, scores, out, T, top_k, P, E, R, y_stride, InType(in)};
   return outcome(spread_expert_columns(p, nullptr));
+}
+
+extern "C" const char* simt_cast_factor(const void* m, void* out, const int64_t* dims, double scaling, int in,
+                                        int out_type) {
+  const auto dim = [&](int i) { return FactorDim{dims[3 * i], dims[3 * i + 1], dims[3 * i + 2]}; };
+  return outcome(cast_factor({m, out, {dim(0), dim(1), dim(2)}, float(scaling), InType(in), InType(out_type)},
+                             nullptr));
 }
 
 extern "C" const char* simt_combine_backward(const void* grad, const void* y, const int* inverse, const void* scores,
