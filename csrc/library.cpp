@@ -96,6 +96,10 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   m.def(
       "outer_tokens(Tensor u, Tensor x, Tensor offs, Tensor? scores=None, Tensor? indices=None, SymInt? top_k=None,"
       " ScalarType? out_dtype=None) -> Tensor");
+  // A factor of adapters [E, R, C] or [R, C] in another type, another order of dimensions and other sizes.
+  m.def(
+      "cast_factor(Tensor m, SymInt rows, SymInt cols, str order, ScalarType dtype, SymInt? num_experts=None,"
+      " float scaling=1.0) -> Tensor");
   m.def(
       "pad_token_groups(Tensor x, Tensor offs, int align=16)"
       " -> (Tensor x_padded, Tensor padded_starts, Tensor padded_offs)");

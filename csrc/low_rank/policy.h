@@ -21,4 +21,12 @@ constexpr int kOuterWarps = 4;
 // Resident blocks, against registers. 4 blocks at rank 16 took 132 us.
 constexpr int outer_blocks(int ranks) { return ranks <= 16 ? 6 : 4; }
 
+// ---- cast_factor() --------------------------------------------------------------------------------------------------
+
+constexpr int kFactorThreads = 256;
+constexpr int kFactorVector = 8;        // elements that a thread casts at once, if m and out have the same order
+constexpr int kFactorTileLog2 = 12;     // elements of a tile that is transposed; each is one word of shared memory
+constexpr int kMinFactorSideLog2 = 4;   // of a tile: a rank of 16 fills it
+constexpr int kFactorBlocks = 4;        // resident blocks; a thread has 16 loads in flight
+
 }  // namespace moe_fp8

@@ -188,6 +188,7 @@ inline constexpr Argument kTable[] = {
     {"outer_tokens", "scores", "u", Dtypes::kFloat32, 1, kMaxDims, Strides::kContiguous,
      {{"slots", SizeLimit::kSlots, kMaxRows}}},
     indices("outer_tokens", "u"),
+    {"cast_factor", "m", nullptr, Dtypes::kInput, 2, 3, Strides::kAny, {kRows, kColumns}},
     matrix("pad_token_groups", "x", nullptr, Dtypes::kMovable),
     offs("pad_token_groups", "x"),
     matrix("pad_token_groups_to", "x", nullptr, Dtypes::kMovable),

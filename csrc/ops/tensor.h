@@ -89,11 +89,13 @@ inline torch::stable::Tensor stable_tensor(const Handle& tensor) {
   return torch::stable::Tensor(share(tensor).release());
 }
 // A view of the first elements of a contiguous tensor, in another shape.
-inline Handle view(const Handle& tensor, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) {
+inline Handle view(const Handle& tensor, const int64_t* sizes, const int64_t* strides, int64_t dim) {
   AtenTensorHandle other = nullptr;
-  check_torch(aoti_torch__reinterpret_tensor(tensor.get(), int64_t(sizes.size()), sizes.begin(), strides.begin(), 0,
-                                             &other));
+  check_torch(aoti_torch__reinterpret_tensor(tensor.get(), dim, sizes, strides, 0, &other));
   return Handle(other);
+}
+inline Handle view(const Handle& tensor, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) {
+  return view(tensor, sizes.begin(), strides.begin(), int64_t(sizes.size()));
 }
 
 // An argument. Its properties are read once, because every question is a call into torch.

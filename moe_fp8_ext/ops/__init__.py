@@ -27,6 +27,7 @@ from moe_fp8_ext.ops.dequantization import dequantize
 from moe_fp8_ext.ops.dispatch import bind as _bind
 from moe_fp8_ext.ops.dispatch import refuse_derivatives as _refuse_derivatives
 from moe_fp8_ext.ops.dispatch import refuse_none as _refuse_none
+from moe_fp8_ext.ops.factors import cast_factor
 from moe_fp8_ext.ops.gemm import add_scaled_grouped_mm, scaled_grouped_mm
 from moe_fp8_ext.ops.low_rank import narrow_tokens, outer_tokens
 from moe_fp8_ext.ops.messages import pack_tokens, quantize_and_pack
@@ -44,6 +45,7 @@ __all__ = [
     "activate_backward",
     "add_bias",
     "add_scaled_grouped_mm",
+    "cast_factor",
     "choose_experts",
     "choose_experts_backward",
     "combine",

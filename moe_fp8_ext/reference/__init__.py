@@ -20,6 +20,7 @@ from .activations import (
     sum_groups,
 )
 from .dequantization import dequantize, exact_values
+from .factors import cast_factor
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
 from .low_rank import narrow_tokens, outer_tokens
 from .messages import pack_tokens, quantize_and_pack

@@ -46,6 +46,10 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
     by_slot = {"indices": slots, "top_k": TOP_K}
     yield "narrow_tokens", [tokens, factors, ends], by_slot
     yield "outer_tokens", [rows, tokens, ends], by_slot | {"scores": scores.round()}
+    factor = normal(E, 12, K, dtype=torch.float32)
+    for m, dtype in ((factor, torch.bfloat16), (factor.permute(1, 2, 0).contiguous().permute(2, 0, 1), torch.float32)):
+        for order in ("erc", "ecr"):
+            yield "cast_factor", [m, 16, K, order, dtype], {"num_experts": E + 1, "scaling": 0.3}
     yield "combine_backward", [x, None, scores, inverse, M * TOP_K], {}
     yield "pack_tokens", [x, ids, scores, None, slots, TOP_K, E + 2], {}
     padded, starts, _ = OPS.pad_token_groups(x, ends)

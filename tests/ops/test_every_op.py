@@ -85,8 +85,8 @@ ORDER = """
     rows cols num_experts num_local_experts num_ranks num_tokens num_rows num_padded
     scoring normalize scaling_factor num_groups top_groups group_score given_ids parts interleaved
     keep_h keep_grad_h keep_a keep_grad_y
-    align align_empty dtype out_dtype grad_dtype use_fast_accum rounding out_transposed low_rank_a low_rank_b
-    amax sum_grad_h directions
+    order align align_empty dtype out_dtype grad_dtype use_fast_accum rounding out_transposed low_rank_a low_rank_b
+    amax sum_grad_h directions scaling
 """.split()
 PLACES = {name: place for place, name in enumerate(ORDER)}
 

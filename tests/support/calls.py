@@ -454,6 +454,20 @@ def outer_tokens(r: random.Random) -> Call:
 
 
 @op
+def cast_factor(r: random.Random) -> Call:
+    """m has its dimensions in any order in memory. A size of out is m's, the next multiple of 8, or any other."""
+    shape = [r.choice((1, 2, 5, 33)), r.choice((0, 1, 7, 16, 70)), r.choice(COLUMNS)][r.randrange(2) :]
+    dims = r.sample(range(len(shape)), len(shape))
+    m = values(r, *(shape[d] for d in dims)).permute([dims.index(d) for d in range(len(dims))])
+    *experts, rows, cols = (r.choice((n, n, n + -n % 8, r.choice(COLUMNS))) for n in shape)
+    how = {"scaling": r.choice((1.0, 1.0, 0.3, -2.0))}
+    if experts:
+        how["num_experts"] = experts[0] + r.randrange(2)
+    order = "".join(r.sample("erc"[-len(shape) :], len(shape)))
+    return [m, rows, cols, order, r.choice(INPUT_DTYPES)], how
+
+
+@op
 def pad_token_groups(r: random.Random) -> Call:
     m = r.choice(ROWS)
     return [raw(r, r.choice(MOVABLE), m, r.choice(COLUMNS)), offsets(r, m), r.choice((1, 2, 16, 256))][

@@ -244,6 +244,11 @@ def cases_of_tokens() -> Iterator[Call]:
         yield "unpermute", OPS.unpermute, (y, permutation, 4, 300), {}
         for scores in (None, torch.rand(300, 4)):
             yield "combine", OPS.combine, (y, inverse, scores), {}
+        for out_dtype, order in itertools.product(INPUTS, ("erc", "ecr", "rce")):
+            m = tokens(5 * 12, columns, dtype).view(5, 12, columns)
+            for view in (m, m.mT.contiguous().mT, m.permute(1, 2, 0).contiguous().permute(2, 0, 1)):
+                args = view, 16, columns, order, out_dtype
+                yield "cast_factor", OPS.cast_factor, args, {"num_experts": 6, "scaling": 0.3}
         grad = tokens(300, columns, dtype)
         for keep in (True, False):
             args = grad, None, torch.rand(300, 4), inverse, 1200

@@ -26,8 +26,8 @@ class GuardedMemory:
         """Returns a tensor of the shape, strides and dtype of t. If columns have gaps, so does the last one."""
         if t.stride() == torch.empty(t.shape).stride():
             return self.empty(t.shape, t.dtype)
-        if t.ndim == 3:  # matrices that lie transposed
-            return self.like(t.mT).mT
+        if t.ndim == 3:  # dense, in any order of dimensions
+            return self.empty((t.numel(),), t.dtype).as_strided(t.shape, t.stride())
         return self.empty((t.shape[1] * t.stride(1),), t.dtype).as_strided(t.shape, t.stride())
 
     def copy(self, t: Tensor) -> Tensor:

@@ -226,6 +226,25 @@ class TokenKernels:
         rows = scores, indices, top_k or 0
         self._call("outer_tokens", *of_u, *of_x, offs, len(offs), *rows, out, out_dtype == torch.float32)
 
+    def _cast_factor(
+        self,
+        memory: GuardedMemory,
+        out: Tensor,
+        m: Tensor,
+        rows: int,
+        cols: int,
+        order: str,
+        dtype: torch.dtype,
+        num_experts: int | None = None,
+        scaling: float = 1.0,
+    ) -> None:
+        dims = ["erc"[-m.dim() :].index(name) for name in reversed(order)]
+        of_dims = [(out.shape[d], min(out.shape[d], m.shape[d]), m.stride(d)) for d in dims]
+        of_dims += [(1, 1, 0)] * (3 - len(dims))
+        numbers = torch.tensor(of_dims, dtype=torch.int64)
+        types = IN_TYPES.index(m.dtype), IN_TYPES.index(dtype)
+        self._call("cast_factor", m, out, numbers, float(scaling), *types)
+
     def _combine_backward(
         self,
         memory: GuardedMemory,

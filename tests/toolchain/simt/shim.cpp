@@ -7,6 +7,7 @@
 #include "activations/backward/quantize_activated_backward.h"
 #include "activations/backward/sum_groups.h"
 #include "gemm/scaled_grouped_mm.h"
+#include "low_rank/cast_factor.h"
 #include "low_rank/tokens.h"
 #include "quantize/quantize.h"
 #include "quantize/transpose_weight.h"
@@ -345,6 +346,13 @@ extern "C" const char* simt_outer_tokens(const uint16_t* u, int64_t P, int64_t R
   const RowIndex source = indices ? RowIndex(indices, T, top_k) : RowIndex();
   const OuterTokensParams p = {u, x, offs, source, scores, out, P, E, R, W, u_stride, x_stride, is_float32};
   return outcome(outer_tokens(p, nullptr));
+}
+
+extern "C" const char* simt_cast_factor(const void* m, void* out, const int64_t* dims, double scaling, int in,
+                                        int out_type) {
+  const auto dim = [&](int i) { return FactorDim{dims[3 * i], dims[3 * i + 1], dims[3 * i + 2]}; };
+  return outcome(cast_factor({m, out, {dim(0), dim(1), dim(2)}, float(scaling), InType(in), InType(out_type)},
+                             nullptr));
 }
 
 extern "C" const char* simt_combine_backward(const void* grad, const void* y, const int* inverse, const void* scores,
