@@ -1,5 +1,6 @@
-// Tuned constants of the products with factors of a low rank. The figures are of an H200 (sm_90a): 8,192 tokens of 2,048
-// columns, 128 experts, 8 slots a token, rank 16. docs/kernels/low_rank.md has more.
+// Tuned constants of the kernels of adapters. The figures are of an H200 (sm_90a): 8,192 tokens of 2,048 columns, 128
+// experts, 8 slots a token, rank 16. docs/kernels/low_rank.md has more. A constant without a figure is only known to
+// keep every kernel free of spills.
 #pragma once
 
 namespace moe_fp8 {
@@ -9,8 +10,8 @@ namespace moe_fp8 {
 constexpr int kNarrowWarps = 4;   // 4 warps 73 us, 8 warps 74
 constexpr int kNarrowRows = 32;   // of a window: 32 rows 73 us, 16 rows 82, 64 rows 90
 
-// Resident blocks, against registers: a lane holds sums of `ranks` columns, and loads of two steps along W. Loads of one
-// step and 6 blocks took 110 us.
+// Resident blocks, against registers: a lane holds sums of `ranks` columns, and loads of two steps along W. With loads of
+// one step and 6 blocks, the product took 110 us.
 constexpr int narrow_blocks(int ranks) { return ranks <= 16 ? 4 : 3; }
 
 // ---- outer_tokens(): a block has 64 columns of an expert, and its warps share the rows of the group -----------------

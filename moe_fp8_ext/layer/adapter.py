@@ -1,28 +1,27 @@
 """Low-rank adapters of a projection: y += scaling * B (A x). Neither W + BA nor a gradient of that size is computed.
 
 Products of a low rank cost what they read and write. With both factors of each expert, an adapter on both projections
-and P = T * top_k slots, forward and backward move, in values of 2 bytes (H = w_gate_up.shape[1]), where tokens are
-multiplied by slot or by token (`matmul/low_rank.py`):
+and P = T * top_k slots, forward and backward move, in values of 2 bytes (H = w_gate_up.shape[1]), up to the ranks of
+this package's kernels and above (`matmul/low_rank.py`):
 
-                                by slot                                          by token
-    forward     u = A x         x in the order of experts, written and read      x, and u of all experts
-                                2 P D + T D                                      T D + T E R
-                h += u B        u B written, added to h into a new tensor        4 P H
-                u = A a         a dequantized, then read                         2.5 P F
-                out += u B      u B written, summed over slots, added            u spread over [T, E R], added in place
-                                2 P D + 4 T D                                    2 T D + 2 T E R
-    backward    v = B dout, dB  dout in the order of experts, read twice         as u = A x, and as dA
-                                3 P D + T D                                      4 T D + 3 T E R
-                da += v A       as h                                             4 P F
-                dA of down      a, which is in memory                            P F
-                v = B dh, dB    dh, which is in memory, read twice               2 P H
-                dx += v A       as out                                           as out
-                dA of gate_up   x in the order of experts, written and read      x without unused tokens, spread v
-                                2 P D + T D                                      3 T D + T E R
+                                by kernels               above their ranks
+    forward     u = A x         x, a row a slot          x in the order of experts, written and read
+                                P D                      2 P D + T D
+                u = A a         a dequantized, then read
+                                2.5 P F                  2.5 P F
+    backward    v = B dout, dB  dout, twice              dout in the order of experts, read twice
+                                2 P D                    3 P D + T D
+                dA of down      a, which is in memory
+                                P F                      P F
+                v = B dh, dB    dh, which is in memory, read twice
+                                2 P H                    2 P H
+                dA of gate_up   x, a row a slot          x in the order of experts, written and read
+                                P D                      2 P D + T D
 
 Where products of the frozen weights add what a factor widens (`adds_to_product`), h, out, da and dx cost no traffic
-beside u and v. By token there are also 6 dense products of 2 T E R D operations, or 4 where products add. A factor that
-all experts share is multiplied by tokens: with a shared A of gate_up and B of down, no term has P D or E R.
+beside u and v. Elsewhere h and da cost 4 P H and 4 P F, as u B is written and added to h into a new tensor. out and dx
+cost 2 P D + 4 T D: u B is written, summed over slots, and added. A factor that all experts share is multiplied by
+tokens: with a shared A of gate_up and B of down, no term has P D.
 """
 
 from __future__ import annotations
@@ -95,7 +94,6 @@ class Adapter(NamedTuple):
 
     A: Factor | None
     B: Factor | None
-    rank: int
     scaling: float
     dropout: float
     needs_A: bool
@@ -147,13 +145,13 @@ class Adapter(NamedTuple):
         if needs_input or self.needs_A:
             v = dy.narrow(self.B)
         if self.needs_B:
-            dB = self._without_padding(dy.outer(adapted.u, self.B, scores)).mT
+            dB = dy.outer(adapted.u, self.B, scores).mT
         return v, dB
 
     def gradient_of_A(self, kind: type[Rows], x: Tensor, v: Tensor, adapted: Adapted, slots: Slots) -> Tensor:
         """x: the `Tokens` of the up projection, or the `Rows` of the down projection, multiplied by scores."""
         x = x if adapted.mask is None else kept(x, adapted.mask, self.dropout)
-        return self._without_padding(kind(x, slots).outer(v, self.A))
+        return kind(x, slots).outer(v, self.A)
 
     def gradient_term(self, engine: Engine, v: Tensor, adapted: Adapted) -> tuple[Tensor, Tensor] | None:
         """Returns the low-rank term that the product for the gradient of the input adds, or None if it cannot. Dropout
@@ -167,10 +165,6 @@ class Adapter(NamedTuple):
     def add_to_dx(self, dx: Tensor, v: Tensor, adapted: Adapted, slots: Slots) -> Tensor:
         slots = slots if slots.groups.indices is not None else Slots(slots.groups.in_place)
         return add_to_tokens(dx, v, self.A, slots, None, adapted.mask, self.dropout)
-
-    def _without_padding(self, gradient: Tensor) -> Tensor:
-        """Returns the rows of a factor's gradient [.., R, W] that the factor has."""
-        return gradient if gradient.shape[-2] == self.rank else gradient[..., : self.rank, :]
 
     def _dropped(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return dropped(x, self.dropout) if self.dropout else (x, None)

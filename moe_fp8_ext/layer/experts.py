@@ -379,7 +379,7 @@ def _adapted(
     _check_like(op, f"A of {name}", A, (e, rank, k)[3 - A.dim() :], x)
     _check_like(op, f"B of {name}", B, (e, n, rank)[3 - B.dim() :], x)
     needs_A, needs_B = needs_gradient(A), needs_gradient(B)
-    adapter = Adapter(None, None, rank, scaling, dropout, needs_A, needs_B)
+    adapter = Adapter(None, None, scaling, dropout, needs_A, needs_B)
     return linear._replace(adapter=adapter, needs_A=needs_A, needs_B=needs_B), A, B
 
 

@@ -5,34 +5,32 @@ columns. `Rows` and `Tokens` are what a factor multiplies. Both narrow W columns
 A product of the frozen weight adds what a factor widens, where `adds_to_product` says so: then R columns are widened to
 W in its epilogue, and no tensor [P, W] is written. Elsewhere `add_to_rows` and `add_to_tokens` add it to the result.
 
-Tokens that groups take by index are multiplied in one of two ways. By slot: the tokens are copied into the order of
-experts, [P, W], for grouped products. By token: one dense product multiplies each token by the factors of all experts.
-It computes E / top_k times too much, but reads and writes [T, W] and [T, E R] alone. `DENSE` decides. A dense product
-multiplies zeros by what other tokens and experts hold: a NaN or an infinity there reaches all of them.
+Factors of each expert are multiplied in one of two ways. Up to `MAX_RANK_OF_KERNELS`, `narrow_tokens` and
+`outer_tokens` read each token where it lies. At higher ranks, and on AMD's GPUs, tokens are copied into the order of
+experts, [P, W], for grouped products of torch. A factor that all experts share is multiplied by tokens, not by slots.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, zero_tail
 from moe_fp8_ext.matmul.engine import Groups
 from moe_fp8_ext.ops.dispatch import python_op
-from moe_fp8_ext.quantization.casting import cast, rounded, row_major
+from moe_fp8_ext.ops.factors import order_of
+from moe_fp8_ext.quantization.casting import cast, row_major
 
+_cast_factor = torch.ops.moe_fp8.cast_factor.default
 _combine = torch.ops.moe_fp8.combine.default
+_narrow = torch.ops.moe_fp8.narrow_tokens.default
+_outer = torch.ops.moe_fp8.outer_tokens.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
-_spread = torch.ops.moe_fp8.spread_expert_columns.default
-_take = torch.ops.moe_fp8.take_expert_columns.default
 
-# Products are dense up to this many columns E R for each of the top_k slots of a token. For a token and a column of W,
-# a dense product does 2 E R operations. Grouped products move 2 (2 top_k + 1) bytes. An H200 does 700e12 operations and
-# moves 4e12 bytes a second, so both take equally long at E R = 350 top_k + 175. A layer with adapters took 9% less time
-# by dense products at E R = 256 top_k, and 4% less at 128 top_k (H200). The limit itself is not measured.
-DENSE = 350
-
+# Ranks up to which this package's kernels multiply tokens by the factors of their experts. On an H200, with 16,384
+# tokens of 2,048 columns, 128 experts and 8 slots a token, the product of rank 16 takes 143 us, and the gradient 211.
+# The copies take 174 us, and grouped products of torch 182 and 195. At rank 64 the kernels take 354 and 539 us.
+MAX_RANK_OF_KERNELS = 32
 
 # Ranks up to which the product of the frozen weight adds what a factor widens. A layer of Qwen3-30B-A3B's sizes took
 # 4.35 ms instead of 4.68 at rank 64, and 5.62 instead of 5.36 at rank 128 (H200).
@@ -52,61 +50,59 @@ class Factor:
     def __init__(self, m: Tensor, scaling: float = 1.0) -> None:
         *experts, r, width = m.shape
         self.m, self.scaling, self.shape, self.is_shared = m, scaling, (*experts, r + -r % 8, width), not experts
-        self._by_expert, self._side_by_side, self._by_column = None, None, None
+        self._made: dict[tuple[bool, int], Tensor] = {}
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether this package's kernels multiply tokens by it."""
+        fits = not self.is_shared and self.shape[1] <= MAX_RANK_OF_KERNELS and self.shape[2] % 8 == 0
+        return fits and torch.version.hip is None
+
+    def by_row(self) -> Tensor:
+        """Returns [E, R, W] with adjacent elements along W, for this package's kernels."""
+        return self._cast(by_column=False)
+
+    def by_column(self) -> Tensor:
+        """Returns [E, R, W] with adjacent elements along R, for the low-rank term of `scaled_grouped_mm`."""
+        return self._cast(by_column=True)
 
     def by_expert(self) -> Tensor:
-        """Returns [E + 1, R, W], for grouped products, or the shared [R, W]. Strides are as of m.
+        """Returns [E + 1, R, W], for grouped products of torch, or the shared [R, W]. Strides are as of m.
 
         The last expert of E + 1 is zero. Rows without a group count as its rows. They must not meet the factor of
         another expert, because zero times NaN is NaN.
         """
-        if self._by_expert is None:
-            by_column = self.m.stride(-2) == 1 and self.m.stride(-1) != 1
-            self._by_expert = self._made(by_column, 0 if self.is_shared else 1)
-        return self._by_expert
+        by_column = self.m.stride(-2) == 1 and self.m.stride(-1) != 1
+        return self._cast(by_column, more_experts=0 if self.is_shared else 1)
 
-    def side_by_side(self) -> Tensor:
-        """Returns the factors of all experts as one, [E R, W], for a dense product."""
-        if self._side_by_side is None:
-            self._side_by_side = self._made(by_column=False, more_experts=0).flatten(0, 1)
-        return self._side_by_side
+    def gradient(self, sums: Tensor) -> Tensor:
+        """Returns sums [.., R, W] as the gradient of m: of its sizes, dtype and order of dimensions."""
+        m, order = self.m, order_of(self.m)
+        if sums.dtype == m.dtype and sums.shape == m.shape and order == order_of(sums):
+            return sums
+        return _cast_factor(sums, *m.shape[-2:], order, m.dtype)
 
-    def by_column(self) -> Tensor:
-        """Returns [E, R, W] with adjacent elements along R, for the low-rank term of `scaled_grouped_mm`."""
-        if self._by_column is None:
-            self._by_column = self._made(by_column=True, more_experts=0)
-        return self._by_column
+    def _cast(self, by_column: bool, more_experts: int = 0) -> Tensor:
+        made = self._made.get((by_column, more_experts))
+        if made is None:
+            made = self._made[by_column, more_experts] = self._new(by_column, more_experts)
+        return made
 
-    def _made(self, by_column: bool, more_experts: int) -> Tensor:
+    def _new(self, by_column: bool, more_experts: int) -> Tensor:
         m, (*experts, rank, width) = self.m, self.shape
-        missing = rank - m.shape[-2]
-        if torch.compiler.is_compiling():  # Dynamo refuses an out= that is transposed
-            padding = 0, 0, 0, missing, *(0, more_experts) * len(experts)
-            out = rounded(pad(m, padding) * self.scaling, torch.bfloat16)
-            return out.mT.contiguous().mT if by_column else out.contiguous()
-        if self.scaling == 1 and not more_experts and not missing and m.dtype == torch.bfloat16:
+        if self.scaling == 1 and not more_experts and m.shape[-2] == rank and m.dtype == torch.bfloat16:
             if (m.mT if by_column else m).is_contiguous():
                 return m
-        sizes = *(e + more_experts for e in experts), *((width, rank) if by_column else (rank, width))
-        out = (m.new_zeros if missing else m.new_empty)(sizes, dtype=torch.bfloat16)
-        out = out.mT if by_column else out
-        given = out[:-1] if more_experts else out
-        if more_experts and not missing:
-            out[-1].zero_()
-        torch.mul(m, self.scaling, out=given[..., : m.shape[-2], :] if missing else given)  # rounds once
-        return out
+        order = "e" * len(experts) + ("cr" if by_column else "rc")
+        num_experts = experts[0] + more_experts if more_experts else None
+        return _cast_factor(m, rank, width, order, torch.bfloat16, num_experts, self.scaling)
 
 
 class Slots:
-    """The rows of the groups of a call. Tokens have rows [T, E R] where each expert has R columns."""
+    """The rows of the groups of a call."""
 
     def __init__(self, groups: Groups) -> None:
-        self.groups, self._covered, self._unused, self._spread = groups, None, None, (None, None)
-
-    def is_dense(self, m: Factor) -> bool:
-        """Whether tokens are multiplied by the factors of all experts at once."""
-        e, top_k = m.shape[0], self.groups.top_k
-        return not m.is_shared and top_k is not None and top_k <= e and e * m.shape[1] <= DENSE * top_k
+        self.groups, self._covered = groups, None
 
     def covered(self, rows: int) -> Tensor:
         """Returns offs for a product of all rows with a factor of each expert: rows behind the last group, which are
@@ -118,24 +114,6 @@ class Slots:
             offs = self.groups.offs
             self._covered = torch.cat([offs, offs.new_full((1,), rows)])
         return self._covered
-
-    def used(self, x: Tensor) -> Tensor:
-        """Returns tokens x [T, W] with zeros in place of each token that has no slot."""
-        if self._unused is None:
-            self._unused = self.groups.inverse.amax(1, keepdim=True) < 0
-        return torch.where(self._unused, 0, x)
-
-    def taken(self, x: Tensor) -> Tensor:
-        """Returns the columns of each row's expert in x [T, E R], [P, R]. Rows without a group are zero."""
-        return _take(x, self.groups.offs, self.groups.indices, self.groups.top_k)
-
-    def spread(self, u: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Puts rows u [P, R], multiplied by scores, into the columns of their experts, [T, E R]. Others are zero."""
-        if scores is not None:
-            return _spread(u, self.groups.offs, self.groups.inverse, scores)
-        if self._spread[0] is not u:  # the gradients of tokens and of a factor are made of the same rows
-            self._spread = u, _spread(u, self.groups.offs, self.groups.inverse)
-        return self._spread[1]
 
     def row_scores(self, scores: Tensor) -> Tensor:
         """Returns the score of each row, [P], or 0 for a row without a group. Scores of no slot may be NaN."""
@@ -159,13 +137,16 @@ class Rows:
 
     def narrow(self, m: Factor) -> Tensor:
         """Computes x @ m^T of each group, [P, R]. Rows without a group are zero."""
+        if m.has_kernels:
+            return _narrow(self.x, m.by_row(), self.groups.offs)
         return _product(self.x, m.by_expert().mT, self.slots)
 
     def outer(self, u: Tensor, m: Factor, scores: Tensor | None = None) -> Tensor:
-        """Computes the gradient of a factor m, [E, R, W] or [R, W]: u^T @ x of each group for u [P, R]. scores multiply
-        u."""
-        u = self.slots.scored(u, scores)
-        return _mm(u.mT, self.x) if m.is_shared else bf16_wgrad(u, self.x, self.groups.offs)
+        """Computes the gradient of a factor m: u^T @ x of each group for u [P, R]. scores multiply u."""
+        u, offs = self.slots.scored(u, scores), self.groups.offs
+        if m.has_kernels:
+            return m.gradient(_outer(u, self.x, offs, out_dtype=_dtype_of_sums(m)))
+        return m.gradient(_mm(u.mT, self.x) if m.is_shared else bf16_wgrad(u, self.x, offs))
 
 
 class Tokens(Rows):
@@ -185,8 +166,8 @@ class Tokens(Rows):
 
     def narrow(self, m: Factor) -> Tensor:
         groups = self.groups
-        if self.slots.is_dense(m):
-            return self.slots.taken(_mm(self.x, m.side_by_side().mT))
+        if m.has_kernels:
+            return _narrow(self.x, m.by_row(), groups.offs, groups.indices, groups.top_k)
         m_t = m.by_expert().mT
         if groups.indices is None:  # rows behind the last group may hold anything
             offs = groups.offs
@@ -196,13 +177,25 @@ class Tokens(Rows):
         return _permute_pad(_mm(self.x, m_t), groups.indices, groups.top_k)  # multiplied once a token, not once a slot
 
     def outer(self, u: Tensor, m: Factor, scores: Tensor | None = None) -> Tensor:
-        groups, is_dense = self.groups, self.slots.is_dense(m)
-        if is_dense or (groups.indices is not None and m.is_shared):
-            u = self.slots.spread(u, scores) if is_dense else _combine(u, groups.inverse, scores)
-            return _mm(u.mT, self.slots.used(self.x)).view(m.shape)  # a token without a slot may hold anything
+        groups = self.groups
+        if m.has_kernels:
+            sums = _outer(u, self.x, groups.offs, scores, groups.indices, groups.top_k, _dtype_of_sums(m))
+            return m.gradient(sums)
+        if groups.indices is not None and m.is_shared:
+            return m.gradient(_mm(_combine(u, groups.inverse, scores).mT, _used(self.x, groups)))
         sums = bf16_wgrad(self.slots.scored(u, scores), self.rows(), groups.offs)
         # Rows behind the last group may hold anything, and a dense product would read them.
-        return sums.float().sum(0) if m.is_shared else sums
+        return m.gradient(sums.float().sum(0) if m.is_shared else sums)
+
+
+def _dtype_of_sums(m: Factor) -> torch.dtype:
+    """float32 unless the gradient is in bfloat16, so that sums are rounded once."""
+    return torch.bfloat16 if m.m.dtype == torch.bfloat16 else torch.float32
+
+
+def _used(x: Tensor, groups: Groups) -> Tensor:
+    """Returns tokens x [T, W] with zeros in place of each token that has no slot, which may hold anything."""
+    return torch.where(groups.inverse.amax(1, keepdim=True) < 0, 0, x)
 
 
 def adds_to_product(m: Factor) -> bool:
@@ -231,13 +224,10 @@ def add_to_tokens(
     groups = slots.groups
     if groups.inverse is None:
         return add_to_rows(out, u, m, slots, mask, p)
-    if slots.is_dense(m):
-        u, m = slots.spread(u, scores), m.side_by_side()
-    elif m.is_shared:
-        u, m = _combine(u, groups.inverse, scores), m.by_expert()
-    else:
+    if not m.is_shared:
         wide = _combine(_product(u, m.by_expert(), slots), groups.inverse, scores)
         return _plus(out, wide if mask is None else kept(wide, mask, p))
+    u, m = _combine(u, groups.inverse, scores), m.by_expert()
     if mask is not None:
         return _plus(out, kept(_mm(u, m), mask, p))
     if out.device.type == "cpu":

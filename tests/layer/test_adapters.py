@@ -35,6 +35,7 @@ from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.layer import adapter as layer_adapter
 from moe_fp8_ext.matmul import low_rank
 from moe_fp8_ext.matmul.engine import Groups
+from moe_fp8_ext.ops.factors import order_of
 
 SCALING = {"gate_up": 0.5, "down": 1.5}
 FACTORS = "A_gate_up", "B_gate_up", "A_down", "B_down"
@@ -150,10 +151,11 @@ def frozen(w: Tensor, recipe: Recipe) -> tuple[object, Tensor]:
     return pair, pair[0].dequantize(torch.float32)
 
 
-@pytest.fixture(params=["by token", "by slot"])
+@pytest.fixture(params=["by kernels", "by copies"])
 def way(request, monkeypatch) -> None:
     """Both ways to multiply tokens by the factors of each expert."""
-    monkeypatch.setattr(low_rank, "DENSE", 350 if request.param == "by token" else 0)
+    if request.param == "by copies":
+        monkeypatch.setattr(low_rank, "MAX_RANK_OF_KERNELS", 0)
 
 
 @pytest.mark.usefixtures("way")
@@ -367,7 +369,12 @@ def test_factor(shape, dtype, scaling, device):
         assert 1 in got.stride()[-2:] and factor.by_expert() is got
         assert_same_tensor(got.contiguous(), want, "by expert")
         if m.dim() == 3:
-            assert_same_tensor(factor.side_by_side(), of_experts.flatten(0, 1), "side by side")
+            for made in (factor.by_row(), factor.by_column()):
+                assert_same_tensor(made.contiguous(), of_experts, "of experts")
+            assert factor.by_row().is_contiguous() and factor.by_column().mT.is_contiguous()
+        gradient = factor.gradient(torch.ones(of_experts.shape, device=device))
+        assert gradient.dtype == dtype and gradient.shape == shape and gradient.eq(1).all()
+        assert order_of(gradient) == order_of(view)
 
 
 # ---- Dropout ----
@@ -429,9 +436,11 @@ def test_checkpointing(device):
         assert_equal(run(problem, of, fn), want)
 
 
-@pytest.mark.parametrize(("rank", "limit"), [(5, low_rank.DENSE), (8, 0)], ids=["by token", "by slot"])
+@pytest.mark.parametrize(
+    ("rank", "limit"), [(5, low_rank.MAX_RANK_OF_KERNELS), (8, 0)], ids=["by kernels", "by copies"]
+)
 def test_compiles_with_dynamic_tokens(rank, limit, device, monkeypatch):
-    monkeypatch.setattr(low_rank, "DENSE", limit)
+    monkeypatch.setattr(low_rank, "MAX_RANK_OF_KERNELS", limit)
     frames = counted_backend(device)
     compiled = torch.compile(experts, fullgraph=True, backend=frames)
     dropout = 0.3 if device == "cpu" else 0.0  # inductor draws other numbers than eager calls
@@ -529,10 +538,8 @@ def test_cuda_graph(gpu):
 @pytest.mark.parametrize("name", ["bf16", "blockwise"])
 @pytest.mark.parametrize("shared", ["", "A", "B", "AB"])
 @pytest.mark.parametrize("scored", [False, True])
-def test_of_groups(name, shared, scored, device, monkeypatch):
-    """With one slot a token, `experts` by slot gives the same. Rows of no expert, and experts without rows, may hold
-    NaN."""
-    monkeypatch.setattr(low_rank, "DENSE", 0)
+def test_of_groups(name, shared, scored, device):
+    """With one slot a token, `experts` gives the same. Rows of no expert, and experts without rows, may hold NaN."""
     problem = layer(t=80, d=64, f=48, top_k=1).at(device)
     order = problem.ids.flatten().sort().values
     order[order == 7], order[-7:] = 6, 8  # 8 is no expert
