@@ -98,9 +98,9 @@ MOE_DEVICE void store_pair(const FactorTiles& p, int64_t at, float lo, float hi,
                  p.out_type == InType::kBF16 ? packed<BF16>(lo, hi) : packed<F16>(lo, hi));
 }
 
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kFactorThreads, kFactorBlocks)
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kFactorThreads, kFactorTileBlocks)
     cast_factor_tiles_kernel(MOE_GRID_CONSTANT const FactorTiles p) {
-  constexpr int kLoads = (1 << kFactorTileLog2) / kFactorThreads;
+  constexpr int kElements = (1 << kFactorTileLog2) / kFactorThreads;  // of a thread
   __shared__ Vec8 pairs[(1 << kFactorTileLog2) / 2];
   auto* const words = reinterpret_cast<uint32_t*>(pairs);
   const int f_log2 = kFactorTileLog2 - p.x_log2, thread = int(threadIdx.x);
@@ -115,19 +115,26 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kFactorThreads, kFactorBlocks)
       const int f = thread & ((1 << f_log2) - 1), x = thread >> f_log2, step = kFactorThreads >> f_log2;
       const int64_t at = batch * p.batch.stride + (first_f + f) * p.f.stride + (first_x + x) * p.x.stride;
       const int64_t left = batch < p.batch.given && first_f + f < p.f.given ? p.x.given - first_x - x : 0;
-      uint32_t bits[kLoads];
+#pragma unroll 1
+      for (int first = 0; first < kElements * step; first += kFactorLoads * step) {
+        uint32_t bits[kFactorLoads];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i)
-        bits[i] = i * step < left ? load_bits(p.m, p.in, at + i * step * p.x.stride) : 0;
+        for (int i = 0; i < kFactorLoads; ++i) {
+          const int dx = first + i * step;
+          bits[i] = dx < left ? load_bits(p.m, p.in, at + dx * p.x.stride) : 0;
+        }
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i)
-        words[p.place(f, x + i * step)] = as_bits(i * step < left ? p.scaling * to_float(p.in, bits[i]) : 0.f);
+        for (int i = 0; i < kFactorLoads; ++i) {
+          const int dx = first + i * step;
+          words[p.place(f, x + dx)] = as_bits(dx < left ? p.scaling * to_float(p.in, bits[i]) : 0.f);
+        }
+      }
     }
     __syncthreads();
     const int x = 2 * (thread & ((1 << p.x_log2) / 2 - 1)), f = thread >> (p.x_log2 - 1);
     const int step = kFactorThreads >> (p.x_log2 - 1);
 #pragma unroll
-    for (int i = 0; i < kLoads / 2; ++i) {
+    for (int i = 0; i < kElements / 2; ++i) {
       const int row = f + i * step, place = p.place(row, x);
       if (first_f + row >= p.f.size || first_x + x >= p.x.size) continue;
       const Vec8 pair = pairs[place / 2];

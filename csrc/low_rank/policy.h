@@ -28,6 +28,8 @@ constexpr int kFactorThreads = 256;
 constexpr int kFactorVector = 8;        // elements that a thread casts at once, if m and out have the same order
 constexpr int kFactorTileLog2 = 12;     // elements of a tile that is transposed; each is one word of shared memory
 constexpr int kMinFactorSideLog2 = 4;   // of a tile: a rank of 16 fills it
-constexpr int kFactorBlocks = 4;        // resident blocks; a thread has 16 loads in flight
+constexpr int kFactorBlocks = 4;        // resident blocks of vectors
+constexpr int kFactorTileBlocks = 6;    // resident blocks of tiles
+constexpr int kFactorLoads = 8;         // in flight a thread of a tile; 16 spill on sm_100a and sm_120, even at 3 blocks
 
 }  // namespace moe_fp8
