@@ -30,6 +30,6 @@ constexpr int kFactorTileLog2 = 12;     // elements of a tile that is transposed
 constexpr int kMinFactorSideLog2 = 4;   // of a tile: a rank of 16 fills it
 constexpr int kFactorBlocks = 4;        // resident blocks of vectors
 constexpr int kFactorTileBlocks = 6;    // resident blocks of tiles
-constexpr int kFactorLoads = 8;         // in flight a thread of a tile; 16 spill on sm_100a and sm_120, even at 3 blocks
+constexpr int kFactorLoads = 8;         // in flight a thread of a tile; with 16, sm_100a and sm_120 spill at 3 blocks
 
 }  // namespace moe_fp8
