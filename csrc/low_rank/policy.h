@@ -10,8 +10,8 @@ namespace moe_fp8 {
 constexpr int kNarrowWarps = 4;   // 4 warps 73 us, 8 warps 74
 constexpr int kNarrowRows = 32;   // of a window: 32 rows 73 us, 16 rows 82, 64 rows 90
 
-// Resident blocks, against registers: a lane holds sums of `ranks` columns, and loads of two steps along W. Loads of one
-// step at a time and 6 blocks took 110 us.
+// Resident blocks, against registers: a lane holds sums of `ranks` columns, and loads of two steps along W. With loads
+// of one step and 6 blocks, it took 110 us.
 constexpr int narrow_blocks(int ranks) { return ranks <= 16 ? 4 : 3; }
 
 // ---- outer_tokens(): a block has 64 columns of an expert, and its warps share the rows of the group -----------------

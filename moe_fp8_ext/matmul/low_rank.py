@@ -77,10 +77,10 @@ class Factor:
 
     def gradient(self, sums: Tensor) -> Tensor:
         """Returns sums [.., R, W] as the gradient of m: of its sizes, dtype and order of dimensions."""
-        m, order = self.m, order_of(self.m)
-        if sums.dtype == m.dtype and sums.shape == m.shape and order == order_of(sums):
+        m = self.m
+        if sums.dtype == m.dtype and sums.shape == m.shape and m.is_contiguous() and sums.is_contiguous():
             return sums
-        return _cast_factor(sums, *m.shape[-2:], order, m.dtype)
+        return _cast_factor(sums, *m.shape[-2:], order_of(m), m.dtype)
 
     def _cast(self, by_column: bool, more_experts: int = 0) -> Tensor:
         made = self._made.get((by_column, more_experts))
