@@ -426,10 +426,12 @@ def test_which_calls_are_measured() -> None:
 
 
 def test_weights_that_fsdp_gathers(world_of_one: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    mesh = init_device_mesh("cpu", (1,))
     for gather in (False, True):
-        model = fully_shard(Chain(Product(torch.randn(2, 32, 32))))
+        model = fully_shard(Chain(Product(torch.randn(2, 32, 32))), mesh=mesh)
         if gather:
             moe_fp8_ext.gather_in_fp8_(model, "rowwise")
         found = measured(model, torch.randn(8, 32, requires_grad=True), offs_of(3, 8), grad=torch.ones(8, 32))
