@@ -377,6 +377,26 @@ def test_factor(shape, dtype, scaling, device):
         assert order_of(gradient) == order_of(view)
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", ["bf16", "blockwise"])
+def test_a_nan_stays_with_its_token_and_its_expert(name, device):
+    """A NaN in a token reaches the factors of its experts. A NaN in a factor reaches the tokens of its expert."""
+    problem = layer(t=60).at(device)
+    of, used = factors(problem), problem.ids[7][problem.ids[7] >= 0]
+    problem.x[7] = torch.nan
+    got = run(problem, of, ours, FACTORS, recipe=name)
+    others = [e for e in range(len(problem.w_down)) if e not in used]
+    assert len(others) > 1 and all(got[n][others].isfinite().all() for n in FACTORS)
+    assert got["A_gate_up"][used].isnan().all() and got["out"].isnan().any(1).nonzero().tolist() == [[7]]
+
+    problem, of = layer(t=60).at(device), factors(problem)
+    of["B_down"][3] = torch.nan
+    without = ~(problem.ids == 3).any(1)
+    got = run(problem, of, ours, ("x",), recipe=name)
+    assert without.any() and not without.all()
+    assert all(t[without].isfinite().all() and t[~without].isnan().any() for t in (got["out"], got["x"]))
+
+
 # ---- Dropout ----
 
 
