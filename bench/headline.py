@@ -29,15 +29,20 @@ def label(layer: Layer) -> str:
 def over_torch(results: dict[str, dict], whole: dict | None) -> tuple[dict[Layer, float], str]:
     """Speed over torch's BF16 ops, the worse of even and uneven groups, and where it was measured. Results of the GPU
     and commit of the whole models come first."""
-    for result in sorted(results.values(), key=lambda result: not (whole and whole_tables.same_place(result, whole))):
+    measured: dict[str, dict[Layer, float]] = {}
+    for result in results.values():
         rows = [row for row in result["rows"] if row["op"] == f"experts {RECIPE}" and row.get("ratio")]
         found: dict[Layer, float] = {}
         for row in rows:
             layer = tuple(row["dims"][name] for name in "tdfek")
             found[layer] = min(row["ratio"], found.get(layer, row["ratio"]))
         if found:
-            return found, f"{result['device']} at {commits_of(rows, result)}"
-    return {}, ""
+            measured[f"{result['device']} at {commits_of(rows, result)}"] = found
+    if not measured:
+        return {}, ""
+    first = [at for at in measured if whole and whole_tables.same_commit(at, whole)]
+    at = next(iter([*first, *measured]))
+    return measured[at], at
 
 
 def over_sonicmoe(sonicmoe: dict | None) -> tuple[dict[Layer, tuple[float, float]], str]:
@@ -89,12 +94,15 @@ def text(
     )
     lines = tabulate(body, headings, tablefmt="github", colalign=["left", *["right"] * 3], disable_numparse=True)
     speeds = [cells[1:3] for cells in body]
-    claims = textwrap.fill(claim(at, whole, speeds) + finetuning(finetuned or []), 120)
+    claims = textwrap.fill(claim(at, whole, speeds) + finetuning(finetuned or [], at.split(" at ")[0]), 120)
     return "\n\n".join((claims, PICTURES, lines, textwrap.fill(said(at, sonicmoe, whole), 120)))
 
 
-def finetuning(runs: list[dict]) -> str:
-    """A sentence about the fastest run of a whole model beside the fastest of Transformers, with the same step."""
+def finetuning(runs: list[dict], gpu: str) -> str:
+    """A sentence about the fastest run of a whole model beside the fastest of Transformers, with the same step.
+
+    gpu: the one that the sentences before are about.
+    """
     speed_of = itemgetter("tokens_per_second")
     whole = [run for run in runs if run["layers"] == run["of_layers"] and "tokens_per_second" in run]
     ours = max((run for run in whole if run["impl"] == "ours" and run["sequences"] > 1), key=speed_of, default=None)
@@ -107,7 +115,8 @@ def finetuning(runs: list[dict]) -> str:
     times = f"[{gain:.2f} times](docs/finetuning.md)"
     how = ", both as CUDA graphs" if ours.get("graphs") and stock.get("graphs") else ""
     others = f"Transformers and PEFT in BF16{how}, in {memory:.2f} of the memory"
-    return f" On {ours['device']}, LoRA of {ours['model']} is {times} as fast as {others}."
+    where = "" if ours["device"] == gpu else f"On {ours['device']}, "
+    return f" {where}LoRA of {ours['model']} is {times} as fast as {others}."
 
 
 def claim(at: str, whole: dict | None, speeds: list[tuple[str, str]]) -> str:

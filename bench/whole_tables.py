@@ -55,10 +55,6 @@ def place(result: dict) -> str:
     return f"{result['device']} at {(result['commit'] or 'unknown')[:7]}"
 
 
-def same_place(result: dict, whole: dict) -> bool:
-    return place(result) == place(whole)
-
-
 def same_commit(at: str, whole: dict) -> bool:
     """Whether figures of another program, which are from `at`, "a GPU at a commit", have this GPU and commit."""
     return at == place(whole)
