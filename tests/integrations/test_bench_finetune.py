@@ -88,7 +88,7 @@ def check_profile(found: dict, work: ModuleType) -> None:
     want |= {"aten::nll_loss_backward": {"embeddings and loss"}, "aten::addcdiv_": {"optimizer"}}
     if found["impl"] == "ours":
         want |= {"moe_fp8::quantize_rows": {work.OTHERS}, "moe_fp8::sort_tokens": {work.OTHERS}}
-        want |= {"aten::_grouped_mm": {work.ADAPTERS}}
+        want |= {f"moe_fp8::{op}": {work.ADAPTERS} for op in ("narrow_tokens", "outer_tokens", "cast_factor")}
     else:
         want |= {"aten::baddbmm": {work.ADAPTERS}, "aten::bmm": {work.ADAPTERS}, "aten::silu": {work.OTHERS}}
     assert {op: kinds_of[op] for op in want} == want
