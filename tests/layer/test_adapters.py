@@ -402,6 +402,14 @@ def test_kernels_get_aligned_rows(device, monkeypatch):
         assert_same_tensor(t.grad, want[name], name)
 
 
+def test_gradients_of_float32_are_not_rounded_to_bfloat16(device):
+    """Kernels return their sums in float32, for factors in float32."""
+    problem = layer(t=60, d=64, f=48).at(device)
+    got = run(problem, factors(problem, 8, dtype=torch.float32), ours, recipe="bf16")
+    for name in FACTORS:
+        assert not torch.equal(got[name], got[name].bfloat16().float()), name
+
+
 # ---- Dropout ----
 
 
