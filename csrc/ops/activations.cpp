@@ -213,8 +213,8 @@ Results<3> activate_backward_op(const Tensor& grad, const Tensor& h, std::string
                                 const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
                                 const std::optional<std::string_view>& format, const std::optional<Tensor>& indices,
                                 bool interleaved) {
-  ActivateBackwardParams p = check_gradients(kBackward, grad, h, activation, scores, h_scale, indices, interleaved);
   check_both_or_none(kBackward, "h_scale", h_scale.has_value(), "format", format.has_value());
+  ActivateBackwardParams p = check_gradients(kBackward, grad, h, activation, scores, h_scale, indices, interleaved);
   if (h_scale) p.h.scale = check_h_scale(kBackward, h, *h_scale, *format);
   const Call call(kBackward, "h", h);
   Handle grad_scores = call.empty({p.num_slots()}, kFloat32);

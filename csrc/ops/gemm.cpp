@@ -17,6 +17,8 @@ Product check_product(const char* op, const Tensor& a, const Tensor& b, const Te
                       std::optional<int64_t> top_k = {}) {
   const FormatId id = check_format(op, format);
   const Format& f = format_of(id);
+  std::optional<Rounding> promised;
+  if (rounding) promised = check_rounding(op, f, rounding);
   const int64_t k_dim = b.dim - 2, n_dim = b.dim - 1;
   ScaledGroupedMmParams p = {};
   p.k_grouped = b.dim == 2;
@@ -37,8 +39,6 @@ Product check_product(const char* op, const Tensor& a, const Tensor& b, const Te
   if (!p.k_grouped && b.sizes[0] != p.E)
     fail(op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
   check_align(op, align);
-  std::optional<Rounding> promised;
-  if (rounding) promised = check_rounding(op, f, rounding);
   if (p.k_grouped) validate_aligned(op, offs, align);
   if (f.block)
     check_extent(op, indices ? "indices" : "a", grouped, p.E, kGroupScales,

@@ -65,12 +65,12 @@ Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& topk_ids
                           const std::optional<Tensor>& topk_scores, const std::optional<Tensor>& scale,
                           const Tensor& indices, int64_t top_k, int64_t num_experts) {
   PackTokensParams p = {};
+  p.source = check_indices(kPack, indices, x.sizes[0], top_k);
   check_per_row({kPack, "scale"}, scale, x);
   check_routing(kPack, topk_ids, topk_scores, num_experts, x);
   add_column(p, x);
   if (scale) add_column(p, *scale);
   add_routing(p, topk_ids, topk_scores, num_experts);
-  p.source = check_indices(kPack, indices, x.sizes[0], top_k);
   p.rows = indices.sizes[0];
   const Call call(kPack, "x", x);
   Handle out = call.empty({p.rows, p.row_bytes}, kUInt8);

@@ -91,7 +91,7 @@ class Factor:
     def _new(self, by_column: bool, more_experts: int) -> Tensor:
         m, (*experts, rank, width) = self.m, self.shape
         if self.scaling == 1 and not more_experts and m.shape[-2] == rank and m.dtype == torch.bfloat16:
-            if (m.mT if by_column else m).is_contiguous():
+            if (m.mT if by_column else m).is_contiguous() and _begins_aligned(m):
                 return m
         order = "e" * len(experts) + ("cr" if by_column else "rc")
         num_experts = experts[0] + more_experts if more_experts else None
@@ -138,15 +138,24 @@ class Rows:
     def narrow(self, m: Factor) -> Tensor:
         """Computes x @ m^T of each group, [P, R]. Rows without a group are zero."""
         if m.has_kernels:
-            return _narrow(self.x, m.by_row(), self.groups.offs)
+            return _narrow(self._aligned(), m.by_row(), self.groups.offs)
         return _product(self.x, m.by_expert().mT, self.slots)
 
     def outer(self, u: Tensor, m: Factor, scores: Tensor | None = None) -> Tensor:
         """Computes the gradient of a factor m: u^T @ x of each group for u [P, R]. scores multiply u."""
         u, offs = self.slots.scored(u, scores), self.groups.offs
         if m.has_kernels:
-            return m.gradient(_outer(u, self.x, offs, out_dtype=_dtype_of_sums(m)))
+            return m.gradient(_outer(u, self._aligned(), offs, out_dtype=_dtype_of_sums(m)))
         return m.gradient(_mm(u.mT, self.x) if m.is_shared else bf16_wgrad(u, self.x, offs))
+
+    def _aligned(self) -> Tensor:
+        """Returns x with rows at multiples of 16 bytes, as the kernels that use tensor cores need them.
+
+        Copies other rows once. Their width must be a multiple of 8.
+        """
+        if self.x.stride(0) % 8 != 0 or not _begins_aligned(self.x):
+            self.x = self.x.clone(memory_format=torch.contiguous_format)
+        return self.x
 
 
 class Tokens(Rows):
@@ -167,7 +176,7 @@ class Tokens(Rows):
     def narrow(self, m: Factor) -> Tensor:
         groups = self.groups
         if m.has_kernels:
-            return _narrow(self.x, m.by_row(), groups.offs, groups.indices, groups.top_k)
+            return _narrow(self._aligned(), m.by_row(), groups.offs, groups.indices, groups.top_k)
         m_t = m.by_expert().mT
         if groups.indices is None:  # rows behind the last group may hold anything
             offs = groups.offs
@@ -179,13 +188,21 @@ class Tokens(Rows):
     def outer(self, u: Tensor, m: Factor, scores: Tensor | None = None) -> Tensor:
         groups = self.groups
         if m.has_kernels:
-            sums = _outer(u, self.x, groups.offs, scores, groups.indices, groups.top_k, _dtype_of_sums(m))
-            return m.gradient(sums)
+            by_index = groups.indices, groups.top_k
+            return m.gradient(_outer(u, self._aligned(), groups.offs, scores, *by_index, _dtype_of_sums(m)))
         if groups.indices is not None and m.is_shared:
             return m.gradient(_mm(_combine(u, groups.inverse, scores).mT, _used(self.x, groups)))
         sums = bf16_wgrad(self.slots.scored(u, scores), self.rows(), groups.offs)
         # Rows behind the last group may hold anything, and a dense product would read them.
         return m.gradient(sums.float().sum(0) if m.is_shared else sums)
+
+
+def _begins_aligned(x: Tensor) -> bool:
+    """Whether x [.., W] in bfloat16 begins at a multiple of 16 bytes.
+
+    A graph does not know offsets. inductor copies an argument that is less aligned than the example it compiled for.
+    """
+    return torch.compiler.is_compiling() or x.storage_offset() % 8 == 0
 
 
 def _dtype_of_sums(m: Factor) -> torch.dtype:

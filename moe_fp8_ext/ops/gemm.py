@@ -7,7 +7,7 @@ from moe_fp8_ext.ops.checks import (
     check_both_or_none,
     check_dim,
     check_format,
-    check_optional_indices,
+    check_indices,
     check_padded,
     check_scale,
     check_scale_of_tokens,
@@ -165,10 +165,11 @@ def _checked_shape(
     """Checks the operands of either op; returns the shape of the product."""
     format = check_format(op, format, rounding)
     (m, k), n, grouped_rows = a.shape, b.shape[-1], b.dim() == 3
-    check_optional_indices(op, m, indices, top_k)
+    check_both_or_none(op, indices=indices, top_k=top_k)
     arg = "a"
     if indices is not None:
         require(grouped_rows, f"{op}: indices must be None with b of 2 dimensions, got a tensor")
+        check_indices(op, m, top_k)
         arg, m = "indices", indices.shape[0]
     text = f"{op}: b must have size {k} in dimension {b.dim() - 2} (the last of a), got {b.shape[-2]}"
     require(b.shape[-2] == k, text)
@@ -187,17 +188,18 @@ def _checked_shape(
 @fake(_scaled_grouped_mm)
 def _(op, a, b, out_dtype, out_transposed, low_rank_a, low_rank_b, **operands):
     shape = _checked_shape(op, a, b, **operands)
+    out_dtype = out_dtype or torch.bfloat16
+    ok = out_dtype in (torch.bfloat16, torch.float32)
+    require(ok, f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
+    ok = b.dim() == 2 or not out_transposed
+    require(ok, f"{op}: out_transposed must be False with b of 3 dimensions, got True")
     check_both_or_none(op, low_rank_a=low_rank_a, low_rank_b=low_rank_b)
     if low_rank_a is not None:
         require(b.dim() == 3, f"{op}: low_rank_a must be None with b of 2 dimensions, got a tensor")
         check_dim(op, "low_rank_a", low_rank_a, 0, shape[0])
         check_shape(op, "low_rank_b", low_rank_b, (b.shape[0], low_rank_a.shape[1], shape[1]))
-    out_dtype = out_dtype or torch.bfloat16
-    ok = out_dtype in (torch.bfloat16, torch.float32)
-    require(ok, f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
     if not out_transposed:
         return a.new_empty(shape, dtype=out_dtype)
-    require(b.dim() == 2, f"{op}: out_transposed must be False with b of 3 dimensions, got True")
     e, n, k = shape
     return a.new_empty((e, k, n), dtype=out_dtype).mT
 

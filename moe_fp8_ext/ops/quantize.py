@@ -7,11 +7,12 @@ from torch import Tensor
 
 from moe_fp8_ext.ops.checks import (
     check_amax,
+    check_both_or_none,
     check_dims,
     check_format,
     check_groups,
+    check_indices,
     check_one_of,
-    check_optional_indices,
     check_size,
     fp8_dtype,
 )
@@ -212,11 +213,14 @@ def quantize_weight(
 def _outputs(along_rows, along_tokens, op, x, format, offs, indices, top_k, dtype, rounding, align=None, amax="group"):
     format = check_format(op, format, rounding)
     check_amax(op, format, amax)
+    check_both_or_none(op, indices=indices, top_k=top_k)
+    arg, shape = "x", tuple(x.shape)
     if format.block or along_tokens or indices is not None:
         check_dims(op, "x", x, 2, 2)
         check_size(op, "x", x.shape[0], "rows")
-    check_optional_indices(op, x.shape[0], indices, top_k)
-    arg, shape = ("x", tuple(x.shape)) if indices is None else ("indices", (indices.shape[0], x.shape[1]))
+    if indices is not None:
+        check_indices(op, x.shape[0], top_k)
+        arg, shape = "indices", (indices.shape[0], x.shape[1])
     e, rows = None, shape[0]
     if along_tokens or offs is not None:
         e = offs.shape[0]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from derivatives import check_no_second_derivative, check_no_tangent
 from experts_problem import BF16_DB, OF_OPERAND, SPREAD_DB, Layer, activated, assert_equal, but, layer
 from grouped_problem import Calls
-from helpers import assert_same_tensor, check_cuda_graph, counted_backend, sqnr_db
+from helpers import assert_same_tensor, check_cuda_graph, counted_backend, misaligned, sqnr_db
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -395,6 +395,39 @@ def test_a_nan_stays_with_its_token_and_its_expert(name, device):
     got = run(problem, of, ours, ("x",), recipe=name)
     assert without.any() and not without.all()
     assert all(t[without].isfinite().all() and t[~without].isnan().any() for t in (got["out"], got["x"]))
+
+
+def test_kernels_get_aligned_rows(device, monkeypatch):
+    """The fast kernels load 16 bytes at a time. Views into larger buffers are copied, as grouped products copy them."""
+    problem, seen = layer(t=60, d=64, f=48).at(device), []
+
+    def watched(op: Callable) -> Callable:
+        def call(a: Tensor, b: Tensor, *more: object, **options: object) -> Tensor:
+            seen.extend(s % 8 for t in (a, b) for s in (t.data_ptr() // 2, *t.stride()[:-1]))
+            return op(a, b, *more, **options)
+
+        return call
+
+    for name in ("_narrow", "_outer"):
+        monkeypatch.setattr(low_rank, name, watched(getattr(low_rank, name)))
+    of = factors(problem, 8)
+    want = run(problem, of, ours, recipe="bf16")
+    plain, seen[:] = len(seen), []
+    leaves = {n: misaligned(t).requires_grad_() for n, t in of.items()}
+    x = torch.nn.functional.pad(problem.x, (1, 2))[:, 1:-2].requires_grad_()
+    out = experts(x, problem.ids, problem.scores, problem.w_gate_up, problem.w_down, recipe="bf16", **loras(leaves))
+    out.backward(torch.nn.functional.pad(problem.grad, (1, 2))[:, 1:-2].to(out.dtype))
+    assert len(seen) == plain and not any(seen)
+    for name, t in leaves.items():
+        assert_same_tensor(t.grad, want[name], name)
+
+
+def test_gradients_of_float32_are_not_rounded_to_bfloat16(device):
+    """Kernels return their sums in float32, for factors in float32."""
+    problem = layer(t=60, d=64, f=48).at(device)
+    got = run(problem, factors(problem, 8, dtype=torch.float32), ours, recipe="bf16")
+    for name in FACTORS:
+        assert not torch.equal(got[name], got[name].bfloat16().float()), name
 
 
 # ---- Dropout ----

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import groupby
+from itertools import combinations, groupby
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from fuzz import attempt, compare_with_fake
 from torch import Tensor
 
 from moe_fp8_ext import _C, ops
-from moe_fp8_ext.quantization.format import MAX_ROWS
+from moe_fp8_ext.quantization.format import FORMATS, MAX_ROWS
 
 DIFFERENTIABLE = {
     "activate",
@@ -184,6 +184,37 @@ def test_errors_in_a_graph_have_the_sentence(fullgraph):
     call = torch.compile(lambda x: ops.quantize_rows(x, "rowwise")[1].sum(), backend="eager", fullgraph=fullgraph)
     with pytest.raises(RuntimeError, match="quantize_rows: x must not ask for a gradient"):
         call(torch.randn(4, 64, requires_grad=True))
+
+
+def wrong_values(argument: torch.Argument, given: object) -> list[object]:
+    """Values that may be wrong in place of the given one."""
+    kind = str(argument.type)
+    if "Tensor" not in kind:
+        values = {"str": ["x", *FORMATS], "bool": [True, False], "ScalarType": [torch.int16, torch.float8_e4m3fn]}
+        return [None, *values.get(re.sub(r"Optional\[|\]", "", kind), [-1, 0, 3, MAX_ROWS + 1])]
+    if given is None:
+        dtypes = torch.float32, torch.int32, torch.bfloat16
+        return [torch.zeros(shape, dtype=dtype) for dtype in dtypes for shape in ((3,), (3, 8), (2, 8, 8))]
+    twice = [given.repeat([1 + (d == i) for i in range(given.dim())]) for d in range(given.dim())]
+    return [None, given.to(torch.int16), given[..., None], given.flatten(), *twice]
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_two_wrong_arguments(name):
+    """An op and its fake implementation make their checks in the same order, so that both raise the same error."""
+    for seed in range(2):
+        args, kwargs = OPS[name](random.Random(f"{name} {seed}"))
+        call = dict(zip((a.name for a in schema(name).arguments), args, strict=False)) | kwargs
+        faults = {}
+        for argument in schema(name).arguments:
+            for value in wrong_values(argument, call.get(argument.name)):
+                error = attempt(name, [], call | {argument.name: value})[1]
+                if error.startswith(f"RuntimeError: {name}: "):
+                    kind_of_error = re.sub(r"\d+", "", error.partition(", got")[0])
+                    faults[argument.name, kind_of_error] = {argument.name: value}
+        for first, second in combinations(faults.values(), 2):
+            wrong = call | first | second
+            compare_with_fake(name, [], wrong, *attempt(name, [], wrong))
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
