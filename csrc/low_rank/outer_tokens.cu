@@ -100,60 +100,15 @@ MOE_DEVICE void add_outer(const OuterTokensParams& p, const OuterRows<kSixteens>
   }
 }
 
-// A group is summed in parts of its rows. The only part of a group is the result. Of several parts, the sums go to
-// scratch memory, and a second kernel adds them in order.
-int64_t part_rows(const OuterTokensParams& p) {
-  const int64_t rows = round_up<int64_t>(ceil_div<int64_t>(p.P, kOuterParts), kOuterStep);
-  return rows > kOuterPartRows ? rows : kOuterPartRows;
-}
-int64_t max_parts(const OuterTokensParams& p) { return p.E + p.P / part_rows(p); }
-struct OuterParams {
-  OuterTokensParams of;
-  int part_rows;
-  uint32_t tiles;  // of a part: 64 columns each
-};
-struct OuterParts {
-  int begins[kMaxExperts + 1];   // rows of groups
-  int first[kMaxExperts + 1];    // parts of groups; a group without rows has a part too
-  int scratch[kMaxExperts + 1];  // parts that go to scratch memory
-
-  MOE_DEVICE void find(const OuterParams& p) {
-    const int E = int(p.of.E);
-    find_begins(begins, p.of.offs, E, int(p.of.P));
-    if (threadIdx.x == 0) first[0] = scratch[0] = 0;
-    for (int e = threadIdx.x; e < E; e += blockDim.x) {
-      const int parts = ceil_div(begins[e + 1] - begins[e], p.part_rows);
-      first[e + 1] = parts > 1 ? parts : 1;
-      scratch[e + 1] = parts > 1 ? parts : 0;
-    }
-    __syncthreads();
-    block_scan(first + 1, E, Sum{});
-    block_scan(scratch + 1, E, Sum{});
-  }
-  MOE_DEVICE bool is_whole(int64_t e) const { return first[e + 1] - first[e] == 1; }
-};
-
-MOE_DEVICE Vec16 words_of(const float (&v)[4]) {
-  return {{as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3])}};
-}
-MOE_DEVICE void store_four(const OuterTokensParams& p, int64_t at, const float (&v)[4]) {
-  if (p.is_float32)
-    *reinterpret_cast<Vec16*>(static_cast<float*>(p.out) + at) = words_of(v);
-  else
-    *reinterpret_cast<Vec8*>(static_cast<uint16_t*>(p.out) + at) = {{packed<BF16>(v[0], v[1]),
-                                                                     packed<BF16>(v[2], v[3])}};
-}
-
-// Adds the warps' sums of 16 ranks, and stores them: to `partial` [R, W], or as the result of e if it is null. A thread
-// has 4 neighbouring columns.
-MOE_DEVICE void store_outer(const OuterTokensParams& p, OuterPartial& shared, int64_t e, float* partial,
-                            int64_t first_rank, int64_t first_column, const float (&sum)[8][4]) {
+// Adds the warps' sums of 16 ranks, and stores them. A thread has 4 neighbouring columns.
+MOE_DEVICE void store_outer(const OuterTokensParams& p, OuterPartial& partial, int64_t e, int64_t first_rank,
+                            int64_t first_column, const float (&sum)[8][4]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
-    for (int d = 0; d < 4; ++d) shared[warp][j][d][lane] = sum[j][d];
+    for (int d = 0; d < 4; ++d) partial[warp][j][d][lane] = sum[j][d];
   __syncthreads();
   for (int i = threadIdx.x; i < 32 * 4 * 2; i += kOuterThreads) {  // lanes, registers, halves of the instructions
     const int d = i / 32 % 4, first = i / 128 * 4;
@@ -163,33 +118,35 @@ MOE_DEVICE void store_outer(const OuterTokensParams& p, OuterPartial& shared, in
 #pragma unroll
     for (int w = 0; w < kOuterWarps; ++w)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) total[j] += shared[w][first + j][d][lane];
-    if (partial) *reinterpret_cast<Vec16*>(partial + r * p.W + column) = words_of(total);
-    else store_four(p, (e * p.R + r) * p.W + column, total);
+      for (int j = 0; j < 4; ++j) total[j] += partial[w][first + j][d][lane];
+    const int64_t at = (e * p.R + r) * p.W + column;
+    if (p.is_float32) {
+      const Vec16 four = {{as_bits(total[0]), as_bits(total[1]), as_bits(total[2]), as_bits(total[3])}};
+      *reinterpret_cast<Vec16*>(static_cast<float*>(p.out) + at) = four;
+    } else {
+      const Vec8 four = {{packed<BF16>(total[0], total[1]), packed<BF16>(total[2], total[3])}};
+      *reinterpret_cast<Vec8*>(static_cast<uint16_t*>(p.out) + at) = four;
+    }
   }
 }
 
-// kSixteens: groups of 16 ranks. Blocks stay, and take tile after tile: each makes a table of the parts first.
+// kSixteens: groups of 16 ranks. Blocks stay, and take tile after tile: each makes a table of the groups first.
 template <int kSixteens>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kOuterThreads, outer_blocks(16 * kSixteens))
-    outer_tokens_kernel(MOE_GRID_CONSTANT const OuterParams params) {
-  __shared__ OuterParts parts;
-  __shared__ OuterPartial shared;
+    outer_tokens_kernel(MOE_GRID_CONSTANT const OuterTokensParams p) {
+  __shared__ int begins[kMaxExperts + 1];
+  __shared__ OuterPartial partial;
   constexpr uint32_t kStride = kOuterWarps * kOuterStep;
-  const OuterTokensParams& p = params.of;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t first_rank = int64_t(blockIdx.y) * 16 * kSixteens, rank = first_rank + lane / 4 * 2;
+  const int64_t tiles = ceil_div<int64_t>(p.W, kOuterColumns), first_rank = int64_t(blockIdx.y) * 16 * kSixteens;
+  const int64_t rank = first_rank + lane / 4 * 2;
   const int ranks = int(p.R - rank);
   wait_for_previous_kernel();
-  parts.find(params);
+  find_begins(begins, p.offs, int(p.E), int(p.P));
 #pragma unroll 1
-  for (uint32_t tile = blockIdx.x; tile < params.tiles * parts.first[p.E]; tile += gridDim.x) {
-    const int part = int(tile / params.tiles), e = GroupTable::find(parts.first, int(p.E) - 1, part);
-    const int64_t first_column = int64_t(tile % params.tiles) * kOuterColumns, column = first_column + lane / 4 * 8;
-    const uint32_t first_row = parts.begins[e] + uint32_t(part - parts.first[e]) * params.part_rows;
-    const uint32_t group_end = parts.begins[e + 1], part_end = first_row + params.part_rows;
-    const uint32_t end = part_end < group_end ? part_end : group_end;
-    const uint32_t begin = first_row + warp * kOuterStep + lane % 4 * 2;
+  for (int64_t tile = blockIdx.x; tile < tiles * p.E; tile += gridDim.x) {
+    const int64_t e = tile / tiles, first_column = tile % tiles * kOuterColumns, column = first_column + lane / 4 * 8;
+    const uint32_t end = begins[e + 1], begin = begins[e] + warp * kOuterStep + lane % 4 * 2;
     const bool has_columns = column < p.W;
     float sum[kSixteens][8][4] = {};
     OuterSlots slots = load_slots(p, begin, end);
@@ -200,47 +157,17 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kOuterThreads, outer_blocks(16 * kSixteens))
       add_outer<kSixteens>(p, rows, slots, sum);
       slots = next;
     }
-    const int64_t scratch = parts.scratch[e] + part - parts.first[e];
-    float* const partial = parts.is_whole(e) ? nullptr : p.partial + scratch * p.R * p.W;
 #pragma unroll
-    for (int s = 0; s < kSixteens; ++s)
-      store_outer(p, shared, e, partial, first_rank + 16 * s, first_column, sum[s]);
-  }
-}
-
-// Adds the parts of groups that have several, in order. A thread has 4 neighbouring columns.
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) add_outer_parts_kernel(MOE_GRID_CONSTANT const OuterParams params) {
-  __shared__ OuterParts parts;
-  const OuterTokensParams& p = params.of;
-  wait_for_previous_kernel();
-  parts.find(params);
-  const int64_t fours = p.R * p.W / 4;
-#pragma unroll 1
-  for (int e = 0; e < p.E; ++e) {
-    if (parts.is_whole(e)) continue;
-    const int64_t count = parts.first[e + 1] - parts.first[e];
-    const auto* partial = reinterpret_cast<const Vec16*>(p.partial + parts.scratch[e] * p.R * p.W);
-#pragma unroll 1
-    for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < fours; i += int64_t(gridDim.x) * kThreads) {
-      float total[4] = {};
-      for (int64_t part = 0; part < count; ++part) {
-        const Vec16 four = partial[part * fours + i];
-        for (int j = 0; j < 4; ++j) total[j] += as_float(four.w[j]);
-      }
-      store_four(p, e * p.R * p.W + 4 * i, total);
-    }
+    for (int s = 0; s < kSixteens; ++s) store_outer(p, partial, e, first_rank + 16 * s, first_column, sum[s]);
   }
 }
 
 template <int kSixteens>
 int launch_outer(const OuterTokensParams& p, void* stream) {
-  const OuterParams params = {p, int(part_rows(p)), uint32_t(ceil_div<int64_t>(p.W, kOuterColumns))};
-  const int64_t tiles = max_parts(p) * params.tiles;
+  const int64_t tiles = p.E * ceil_div<int64_t>(p.W, kOuterColumns);
   const int64_t blocks = int64_t(outer_blocks(16 * kSixteens)) * device().multiprocessors;
   const dim3 grid(unsigned(tiles < blocks ? tiles : blocks), unsigned(ceil_div<int64_t>(p.R, 16 * kSixteens)));
-  if (const int e = launch(outer_tokens_kernel<kSixteens>, {grid, dim3(kOuterThreads), stream}, params)) return e;
-  if (p.P <= params.part_rows) return 0;
-  return launch(add_outer_parts_kernel, {dim3(unsigned(device().multiprocessors)), dim3(kThreads), stream}, params);
+  return launch(outer_tokens_kernel<kSixteens>, {grid, dim3(kOuterThreads), stream}, p);
 }
 
 bool is_aligned(const OuterTokensParams& p) {
@@ -276,20 +203,10 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) outer_tokens_any_kernel(MOE_GRID_
 
 }  // namespace
 
-// Groups with several parts have more than `part_rows` rows each, so they have at most 2 * (P / part_rows) parts.
-int64_t outer_partial_elements([[maybe_unused]] const OuterTokensParams& p) {
-#if defined(MOE_MMA_SYNC)
-  return is_aligned(p) ? 2 * (p.P / part_rows(p)) * p.R * p.W : 0;
-#else
-  return 0;
-#endif
-}
-
 int outer_tokens(const OuterTokensParams& p, void* stream) {
   if (p.E == 0 || p.R == 0 || p.W == 0) return 0;
 #if defined(MOE_MMA_SYNC)
-  const int64_t tiles = max_parts(p) * ceil_div<int64_t>(p.W, kOuterColumns);
-  if (is_aligned(p) && p.R <= 32 * kMaxGridBlocksY && tiles < 1 << 30)
+  if (is_aligned(p) && p.R <= 32 * kMaxGridBlocksY)
     return p.R <= 16 ? launch_outer<1>(p, stream) : launch_outer<2>(p, stream);
 #endif
   return launch_on_rows(outer_tokens_any_kernel, p, p.E * p.R, stream);

@@ -2,7 +2,6 @@
 // experts, 8 slots a token, rank 16. docs/kernels/low_rank.md has more. A constant without a figure is only known to
 // keep every kernel free of spills.
 #pragma once
-#include "platform/compiler.h"
 
 namespace moe_fp8 {
 
@@ -15,21 +14,13 @@ constexpr int kNarrowRows = 32;   // of a window: 32 rows 73 us, 16 rows 82, 64 
 // of one step and 6 blocks, it took 110 us.
 constexpr int narrow_blocks(int ranks) { return ranks <= 16 ? 4 : 3; }
 
-// ---- outer_tokens(): a block has 64 columns of a part of a group, and its warps share the rows of the part ----------
-
-// Rows of a part: few experts with most of the rows must occupy the GPU too. A group of one part needs no second pass.
-constexpr int kOuterPartRows = 1024;
-constexpr int kOuterParts = 64;  // of all rows, at most; larger parts then, so that scratch memory does not grow
+// ---- outer_tokens(): a block has 64 columns of an expert, and its warps share the rows of the group -----------------
 
 // 4 warps and 6 blocks 111 us, 8 warps and 3 blocks 126. If few experts have most rows, 129 and 124.
 constexpr int kOuterWarps = 4;
 
-// Resident blocks, against registers. 4 blocks at rank 16 took 132 us. With 6, sm_80 and sm_120 spill. The host, where
-// kCudaArch is 0, starts as many blocks as Hopper takes.
-constexpr int outer_blocks(int ranks) {
-  const bool has_room = kCudaArch == 0 || (kCudaArch >= 900 && kCudaArch < 1200);
-  return ranks > 16 ? 4 : has_room ? 6 : 5;
-}
+// Resident blocks, against registers. 4 blocks at rank 16 took 132 us.
+constexpr int outer_blocks(int ranks) { return ranks <= 16 ? 6 : 4; }
 
 // ---- cast_factor() --------------------------------------------------------------------------------------------------
 

@@ -29,12 +29,10 @@ struct OuterTokensParams {
   RowIndex source;
   const float* scores;
   void* out;
-  float* partial;  // outer_partial_elements(): scratch of the kernels
   int64_t P, E, R, W;
   int64_t u_stride, x_stride;  // elements
   bool is_float32;             // out, else bfloat16
 };
-int64_t outer_partial_elements(const OuterTokensParams& p);
 
 // On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int narrow_tokens(const NarrowTokensParams& p, void* stream);

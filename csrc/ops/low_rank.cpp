@@ -54,11 +54,9 @@ Results<1> outer_tokens_op(const Tensor& u, const Tensor& x, const Tensor& offs,
   validate_offs(kOuter, offs, P);
   const Call call(kOuter, "u", u);
   Handle out = call.empty({E, R, W}, dtype);
-  OuterTokensParams p = {u.as<uint16_t>(), x.as<uint16_t>(), ints(offs), rows.source,
-                         scores ? scores->as<float>() : nullptr, data(out), nullptr, P, E, R, W,
-                         u.strides[0], x.strides[0], dtype == kFloat32};
-  const Handle partial = call.on_gpu() ? call.empty({outer_partial_elements(p)}, kFloat32) : Handle();
-  if (call.on_gpu()) p.partial = data<float>(partial);
+  const OuterTokensParams p = {u.as<uint16_t>(), x.as<uint16_t>(), ints(offs), rows.source,
+                               scores ? scores->as<float>() : nullptr, data(out), P, E, R, W,
+                               u.strides[0], x.strides[0], dtype == kFloat32};
   MOE_FP8_RUN(call, outer_tokens, p);
   return results(out);
 }

@@ -51,16 +51,6 @@ def test_groups(kernels, w):
     check(kernels, x[:0], m, u[:0], torch.zeros(3, dtype=torch.int32), indices=indices[:0], top_k=1)
 
 
-@pytest.mark.parametrize("r", [16, 24])
-def test_groups_of_several_parts(kernels, r):
-    """outer_tokens sums a group of more than 1,024 rows in parts, some groups have one part, and others none."""
-    t, e = 1400, 7
-    x, u, m = ternary(t, 72), ternary(2 * t, r), ternary(e, r, 72, seed=1)
-    for layout in ("uniform", "zipf", "one_giant"):
-        offs = group_offs(layout, 2 * t, e)
-        check(kernels, x, m, u, offs, indices=slot_indices(t, 2, 2 * t), top_k=2)
-
-
 def test_corrupt_offs_and_indices(kernels):
     x, u = ternary(20, 40), ternary(60, 16)
     corrupt = torch.tensor([-1, 60, 2**31 - 1, -(2**31), 3, 3, *range(54)], dtype=torch.int32)

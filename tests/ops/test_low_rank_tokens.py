@@ -94,16 +94,6 @@ def test_pairs(t, top_k, e, r, w, layout, device):
     check(x, m, u, offs, indices, top_k, scores_for(t * (top_k or 1), device))
 
 
-@pytest.mark.parametrize("rows", [1024, 1025, 3000, 70_000])
-@pytest.mark.parametrize("r", [16, 24])
-def test_groups_of_several_parts(r, rows, device):
-    """Kernels sum a group of many rows in parts, which grow with the rows of all groups."""
-    x, m, u = ternary(rows // 2, 24, device=device), ternary(9, r, 24, device=device), ternary(rows, r, device=device)
-    indices, scores = slot_indices(rows // 2, 2, rows, device), scores_for(rows // 2 * 2, device)
-    for layout in ("uniform", "zipf", "one_giant"):
-        check(x, m, u, group_offs(layout, rows, 9, device), indices, 2, scores)
-
-
 @pytest.mark.parametrize("w", [64, 71])
 @pytest.mark.parametrize("r", [8, 16, 19])
 def test_strides(r, w, device):

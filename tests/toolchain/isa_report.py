@@ -35,7 +35,6 @@ LOADS_VECTORS: dict[str, str | bool] = {
     "activate_kernel": "VectorAccess<BF16>",
     "add_bias_kernel": "VectorAccess<BF16>",
     "add_groups_kernel": True,
-    "add_outer_parts_kernel": True,
     "cast_factor_rows_kernel": "<8>",
     "cast_factor_tiles_kernel": False,
     "choose_experts_backward_kernel": "ExpertLanes<",

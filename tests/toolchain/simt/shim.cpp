@@ -1,6 +1,4 @@
 // The launch functions of the kernels as C functions, for ctypes. The GEMM's are in shim_gemm.cpp.
-#include <vector>
-
 #include "shim.h"
 
 #include "activations/activations.h"
@@ -346,9 +344,7 @@ extern "C" const char* simt_outer_tokens(const uint16_t* u, int64_t P, int64_t R
                                          const float* scores, const int* indices, int64_t top_k, void* out,
                                          bool is_float32) {
   const RowIndex source = indices ? RowIndex(indices, T, top_k) : RowIndex();
-  OuterTokensParams p = {u, x, offs, source, scores, out, nullptr, P, E, R, W, u_stride, x_stride, is_float32};
-  std::vector<float> partial(outer_partial_elements(p));
-  p.partial = partial.data();
+  const OuterTokensParams p = {u, x, offs, source, scores, out, P, E, R, W, u_stride, x_stride, is_float32};
   return outcome(outer_tokens(p, nullptr));
 }
 
