@@ -134,19 +134,28 @@ class Rows:
 
     def __init__(self, x: Tensor, slots: Slots) -> None:
         self.x, self.slots, self.groups = row_major(cast(x, torch.bfloat16)), slots, slots.groups
+        self._by_index: tuple[Tensor | None, int | None] = None, None  # indices and top_k, if tokens are taken by index
 
     def narrow(self, m: Factor) -> Tensor:
         """Computes x @ m^T of each group, [P, R]. Rows without a group are zero."""
-        if m.has_kernels:
-            return _narrow(self._aligned(), m.by_row(), self.groups.offs)
-        return _product(self.x, m.by_expert().mT, self.slots)
+        if not m.has_kernels:
+            return self._narrow_by_torch(m)
+        return _narrow(self._aligned(), m.by_row(), self.groups.offs, *self._by_index)
 
     def outer(self, u: Tensor, m: Factor, scores: Tensor | None = None) -> Tensor:
-        """Computes the gradient of a factor m: u^T @ x of each group for u [P, R]. scores multiply u."""
-        u, offs = self.slots.scored(u, scores), self.groups.offs
-        if m.has_kernels:
-            return m.gradient(_outer(u, self._aligned(), offs, out_dtype=_dtype_of_sums(m)))
-        return m.gradient(_mm(u.mT, self.x) if m.is_shared else bf16_wgrad(u, self.x, offs))
+        """Computes the gradient of a factor m: u^T @ x of each group for u [P, R]. scores, of slots, multiply u."""
+        if not m.has_kernels:
+            return m.gradient(self._outer_by_torch(u, m, scores))
+        # Sums are rounded once: to float32, unless the gradient is in bfloat16.
+        dtype = torch.bfloat16 if m.m.dtype == torch.bfloat16 else torch.float32
+        return m.gradient(_outer(u, self._aligned(), self.groups.offs, scores, *self._by_index, dtype))
+
+    def _narrow_by_torch(self, m: Factor) -> Tensor:
+        return _product(self.x, m.by_expert().mT, self.slots)
+
+    def _outer_by_torch(self, u: Tensor, m: Factor, scores: Tensor | None) -> Tensor:
+        u = self.slots.scored(u, scores)
+        return _mm(u.mT, self.x) if m.is_shared else bf16_wgrad(u, self.x, self.groups.offs)
 
     def _aligned(self) -> Tensor:
         """Returns x with rows at multiples of 16 bytes, as the kernels that use tensor cores need them.
@@ -166,35 +175,31 @@ class Tokens(Rows):
 
     def __init__(self, x: Tensor, slots: Slots, rows: Tensor | None = None) -> None:
         super().__init__(x, slots)
-        self._rows = self.x if self.groups.indices is None else rows
+        groups = self.groups
+        self._by_index = groups.indices, groups.top_k
+        self._rows = self.x if groups.indices is None else rows
 
     def rows(self) -> Tensor:
         if self._rows is None:
-            self._rows = _permute_pad(self.x, self.groups.indices, self.groups.top_k)
+            self._rows = _permute_pad(self.x, *self._by_index)
         return self._rows
 
-    def narrow(self, m: Factor) -> Tensor:
-        groups = self.groups
-        if m.has_kernels:
-            return _narrow(self._aligned(), m.by_row(), groups.offs, groups.indices, groups.top_k)
-        m_t = m.by_expert().mT
+    def _narrow_by_torch(self, m: Factor) -> Tensor:
+        groups, m_t = self.groups, m.by_expert().mT
         if groups.indices is None:  # rows behind the last group may hold anything
             offs = groups.offs
             return zero_tail(_mm(self.x, m_t), offs) if m.is_shared else bf16_product(self.x, m_t[:-1], offs)
         if not m.is_shared:
             return _product(self.rows(), m_t, self.slots)
-        return _permute_pad(_mm(self.x, m_t), groups.indices, groups.top_k)  # multiplied once a token, not once a slot
+        return _permute_pad(_mm(self.x, m_t), *self._by_index)  # multiplied once a token, not once a slot
 
-    def outer(self, u: Tensor, m: Factor, scores: Tensor | None = None) -> Tensor:
+    def _outer_by_torch(self, u: Tensor, m: Factor, scores: Tensor | None) -> Tensor:
         groups = self.groups
-        if m.has_kernels:
-            by_index = groups.indices, groups.top_k
-            return m.gradient(_outer(u, self._aligned(), groups.offs, scores, *by_index, _dtype_of_sums(m)))
         if groups.indices is not None and m.is_shared:
-            return m.gradient(_mm(_combine(u, groups.inverse, scores).mT, _used(self.x, groups)))
+            return _mm(_combine(u, groups.inverse, scores).mT, _used(self.x, groups))
         sums = bf16_wgrad(self.slots.scored(u, scores), self.rows(), groups.offs)
         # Rows behind the last group may hold anything, and a dense product would read them.
-        return m.gradient(sums.float().sum(0) if m.is_shared else sums)
+        return sums.float().sum(0) if m.is_shared else sums
 
 
 def _begins_aligned(x: Tensor) -> bool:
@@ -203,11 +208,6 @@ def _begins_aligned(x: Tensor) -> bool:
     A graph does not know offsets. inductor copies an argument that is less aligned than the example it compiled for.
     """
     return torch.compiler.is_compiling() or x.storage_offset() % 8 == 0
-
-
-def _dtype_of_sums(m: Factor) -> torch.dtype:
-    """float32 unless the gradient is in bfloat16, so that sums are rounded once."""
-    return torch.bfloat16 if m.m.dtype == torch.bfloat16 else torch.float32
 
 
 def _used(x: Tensor, groups: Groups) -> Tensor:
