@@ -37,7 +37,7 @@ def over_torch(results: dict[str, dict], whole: dict | None) -> tuple[dict[Layer
             layer = tuple(row["dims"][name] for name in "tdfek")
             found[layer] = min(row["ratio"], found.get(layer, row["ratio"]))
         if found:
-            measured[f"{result['device']} at {commits_of(rows, result)}"] = found
+            measured.setdefault(f"{result['device']} at {commits_of(rows, result)}", found)
     if not measured:
         return {}, ""
     first = [at for at in measured if whole and whole_tables.same_commit(at, whole)]

@@ -301,12 +301,18 @@ def test_first_screen(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
     ]
     runs += [runs[0] | dict(tokens_per_second=9.0, layers=1), runs[0] | dict(tokens_per_second=9.0, sequences=1)]
     text = " ".join(headline.text(results, sonicmoe, whole_models(commit), runs).split())
-    assert "On a GPU, LoRA of a model is [1.50 times](docs/finetuning.md) as fast as Transformers" in text
+    assert "in BF16. LoRA of a model is [1.50 times](docs/finetuning.md) as fast as Transformers" in text
     assert "BF16, in 0.50 of the memory." in text
+    elsewhere = [run | dict(device="another GPU") for run in runs]
+    text = " ".join(headline.text(results, sonicmoe, whole_models(commit), elsewhere).split())
+    assert "On another GPU, LoRA of a model is [1.50 times]" in text
     graphed = [run | dict(graphs=True) for run in runs]
     text = " ".join(headline.text(results, sonicmoe, whole_models(commit), graphed).split())
     assert "BF16, both as CUDA graphs, in 0.50 of the memory." in text
     assert "LoRA" not in headline.text(results, sonicmoe, whole_models(commit), [runs[0]])
+    renewed = dict(device="a GPU", commit="d" * 40, rows=[row | {"commit": commit} for row in faster])
+    text = headline.text({"renewed": renewed, **results}, sonicmoe, whole_models(commit))
+    assert "9.00 x" in text and "do not compare" not in text  # rows that were measured again name their commit
     assert "Whole models are not measured yet" in headline.text(results, None, None)
     assert "Not measured" in headline.text({}, sonicmoe, None)
 
