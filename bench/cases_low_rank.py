@@ -1,4 +1,4 @@
-"""The benchmark cases of products of tokens with factors of a low rank, as a layer with adapters has them."""
+"""The benchmark cases of adapters: products of tokens with factors of a low rank, and casts of factors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,23 @@ def _summed_by_torch(u: Tensor, x: Tensor, offs: Tensor, scores: Tensor, indices
     return bf16_wgrad(scored, ops.permute_pad(x, indices, top_k), offs)
 
 
+def _factors(cpu: bool) -> list[Shape]:
+    """Factors of LoRA in float32, as adapters of PEFT have them: those of the inputs, and those of the outputs."""
+    sizes = [(5, 16, 96)] if cpu else [(128, 16, 2048), (128, 16, 768)]
+    return [
+        Shape(f"[{e}, {r}, {c}] {order}", {"e": e, "r": r, "c": c, "order": order})
+        for e, r, c in sizes
+        for order in ("erc", "rce")
+    ]
+
+
+def _factor(device: torch.device, groups: None, *, e: int, r: int, c: int, order: str) -> tuple[object, ...]:
+    m = normal(device, e, r, c) if order == "erc" else normal(device, r, c, e).permute(2, 0, 1)
+    return m.float(), r, c, "ecr", torch.bfloat16, None, 0.5
+
+
 LOW_RANK_CASES: tuple[Case, ...] = (
     Case("narrow_tokens", _adapters, _narrowed, _narrow_tokens, (HOST,), baseline=_narrowed_by_torch),
     Case("outer_tokens", _adapters, _summed, _outer_tokens, (HOST,), baseline=_summed_by_torch),
+    Case("cast_factor", _factors, _factor, ops.cast_factor, (HOST,)),
 )

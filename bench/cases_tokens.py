@@ -131,21 +131,6 @@ def _quantized(format: str) -> Callable[..., tuple[object, ...]]:
     return inputs
 
 
-def _factors(cpu: bool) -> list[Shape]:
-    """Factors of LoRA in float32, as adapters of PEFT have them: those of the inputs, and those of the outputs."""
-    sizes = [(5, 16, 96)] if cpu else [(128, 16, 2048), (128, 16, 768)]
-    return [
-        Shape(f"[{e}, {r}, {c}] {order}", {"e": e, "r": r, "c": c, "order": order})
-        for e, r, c in sizes
-        for order in ("erc", "rce")
-    ]
-
-
-def _factor(device: torch.device, groups: None, *, e: int, r: int, c: int, order: str) -> tuple[object, ...]:
-    m = normal(device, e, r, c) if order == "erc" else normal(device, r, c, e).permute(2, 0, 1)
-    return m.float(), r, c, "ecr", torch.bfloat16, None, 0.5
-
-
 def _permute_quantized(*args: object) -> tuple[Tensor, Tensor]:
     *most, offs = args
     return ops.permute_quantized(*most, offs=offs)
@@ -211,7 +196,6 @@ TOKEN_CASES: tuple[Case, ...] = (
     Case("unpermute", exchanged_shapes, _permuted, ops.unpermute, (HOST,), moved=_tokens_only),
     Case("sort_tokens", _routings, _routed, ops.sort_tokens, _SORT, baseline=_torch_sort),
     Case("tokens_by_rank", _routings_of_ranks, _routed_to_ranks, ops.tokens_by_rank),
-    Case("cast_factor", _factors, _factor, ops.cast_factor, (HOST,)),
     Case("combine", _slot_rows, _slots, ops.combine, (HOST,)),
     Case("combine_backward", _slot_rows, _slot_gradients, ops.combine_backward),
 )

@@ -24,10 +24,6 @@ float dot(const float* a, const float* b, int64_t n) {
   return lanes[0];
 }
 
-// The token of a row, or -1 if it has none.
-template <class Params>
-int64_t token_of(const Params& p, int64_t row) { return p.source.at ? p.source.row(row) : row; }
-
 }  // namespace
 
 void narrow_tokens_cpu(const NarrowTokensParams& p) {
@@ -40,7 +36,7 @@ void narrow_tokens_cpu(const NarrowTokensParams& p) {
     for (int64_t row = begin; row < end; ++row) {
       while (e < p.E && row >= ends[e]) ++e;
       uint16_t* out = p.out + row * p.R;
-      const int64_t token = e < p.E ? token_of(p, row) : -1;
+      const int64_t token = e < p.E ? token_of(p.source, row) : -1;
       if (token < 0) {
         std::fill_n(out, p.R, uint16_t(0));
         continue;
@@ -67,10 +63,10 @@ void outer_tokens_cpu(const OuterTokensParams& p) {
       const int64_t e = at / parts, column = at % parts * kColumns, n = std::min(kColumns, p.W - column);
       std::fill(sums.begin(), sums.end(), 0.f);
       for (int64_t row = e > 0 ? ends[e - 1] : 0; row < ends[e]; ++row) {
-        const int64_t token = token_of(p, row);
+        const int64_t token = token_of(p.source, row);
         if (token < 0) continue;
         to_floats(p.x + token * p.x_stride + column, n, x.data());
-        const float score = p.scores ? p.scores[p.source.at ? p.source.slot(row) : row] : 1.f;
+        const float score = p.scores ? p.scores[slot_of(p.source, row)] : 1.f;
         for (int64_t r = 0; r < p.R; ++r) {
           float u = BF16::to_float(p.u[row * p.u_stride + r]);
           if (p.scores) u = BF16::to_float(BF16::from_float(score * u));

@@ -1,4 +1,4 @@
-// The rows of groups, and the tokens of rows, as the products with factors of a low rank read them.
+// The rows of groups, as the products with factors of a low rank read them.
 #pragma once
 #include "numerics/groups.h"
 #include "platform/launch.h"
@@ -11,8 +11,5 @@ MOE_DEVICE void find_begins(int* begins, const int* offs, int E, int rows) {
   if (threadIdx.x == 0) begins[0] = 0;
   clamp_and_scan_offs(begins + 1, offs, E, rows, 1);
 }
-
-// The token of a sorted row, or -1. Without indices, the row itself.
-MOE_DEVICE int64_t token_of(const RowIndex& source, int64_t row) { return source.at ? source.row(row) : row; }
 
 }  // namespace moe_fp8

@@ -132,6 +132,12 @@ int launch_narrow(const NarrowTokensParams& p, void* stream) {
   const dim3 grid(unsigned(windows < blocks ? windows : blocks), unsigned(ceil_div<int64_t>(p.R, 8 * kEights)));
   return launch(narrow_tokens_kernel<kEights>, {grid, dim3(kNarrowThreads), stream}, p);
 }
+
+bool is_aligned(const NarrowTokensParams& p) {
+  const uint64_t addresses = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.m);
+  const uint64_t sizes = uint64_t(p.W | p.x_stride | p.m_stride | p.m_expert_stride);
+  return addresses % 16 == 0 && sizes % 8 == 0;
+}
 #endif
 
 // ---- any strides, and chips without mma.sync: a wave has a row ------------------------------------------------------
@@ -156,12 +162,6 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) narrow_tokens_any_kernel(MOE_GRID
       if (lane == 0) p.out[row * p.R + r] = BF16::from_float(sum);
     }
   }
-}
-
-bool is_aligned(const NarrowTokensParams& p) {
-  const uint64_t addresses = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.m);
-  const uint64_t sizes = uint64_t(p.W | p.x_stride | p.m_stride | p.m_expert_stride);
-  return addresses % 16 == 0 && sizes % 8 == 0;
 }
 
 }  // namespace

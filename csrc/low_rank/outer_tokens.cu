@@ -13,8 +13,7 @@ MOE_DEVICE uint32_t scored(uint32_t u, const float* scores, float score) {
   return scores ? packed<BF16>(score * BF16::to_float(u & 0xffffu), score * BF16::to_float(u >> 16)) : u;
 }
 MOE_DEVICE float score_of(const OuterTokensParams& p, int64_t row) {
-  if (!p.scores) return 1;
-  return p.scores[p.source.at ? p.source.slot(row) : row];
+  return p.scores ? p.scores[slot_of(p.source, row)] : 1.f;
 }
 
 #if defined(MOE_MMA_SYNC)
@@ -28,7 +27,7 @@ MOE_DEVICE float score_of(const OuterTokensParams& p, int64_t row) {
 constexpr int kOuterThreads = 32 * kOuterWarps, kOuterColumns = 64, kOuterStep = 16;
 using OuterPartial = float[kOuterWarps][8][4][32];  // sums of each warp, instruction, register and lane
 
-// The low, or the high, halves of two words.
+// Joins the low, or the high, halves of two words.
 MOE_DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
 MOE_DEVICE uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
 
@@ -42,7 +41,7 @@ MOE_DEVICE OuterSlots load_slots(const OuterTokensParams& p, uint32_t row, uint3
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t at = row + i % 2 + i / 2 * 8;
-    const int slot = at >= end ? -1 : p.source.at ? p.source.slot(at) : int(at);
+    const int slot = at < end ? slot_of(p.source, at) : -1;
     found.token[i] = slot < 0 ? -1 : p.source.at ? int(p.source.row_of(uint32_t(slot))) : slot;
     found.score[i] = slot >= 0 && p.scores ? p.scores[slot] : 1.f;
   }

@@ -12,6 +12,10 @@
 
 namespace moe_fp8 {
 
+// The slot, and the token, of a sorted row, or -1. Without indices, both are the row itself.
+MOE_HD int slot_of(const RowIndex& source, int64_t row) { return source.at ? source.slot(row) : int(row); }
+MOE_HD int64_t token_of(const RowIndex& source, int64_t row) { return source.at ? source.row(row) : row; }
+
 struct NarrowTokensParams {
   const uint16_t* x;
   const uint16_t* m;

@@ -38,8 +38,8 @@ def cast_factor(
 
         out[e, r, c] = RN(RN32(scaling * m[e, r, c]))        0 where m has no such element
 
-    The product is rounded to float32, then to `dtype`. Sizes larger than those of m pad with zeros. Smaller sizes crop
-    m. The op is not differentiable.
+    The product is rounded to float32, then to `dtype`. If a size of out is larger than that of m, zeros follow m. If it
+    is smaller, m is cropped. The op is not differentiable.
 
     Args:
         m: [E, R, C], or [R, C] for a factor that all experts share; bfloat16, float16 or float32; any strides.

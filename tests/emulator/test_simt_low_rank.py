@@ -1,10 +1,10 @@
-"""The products of tokens with factors of a low rank without a GPU, see test_simt.py. Sums of integers are exact."""
+"""The kernels of adapters without a GPU, see test_simt.py. Sums of products of integers are exact."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import corrupt_offs, group_offs, misaligned, slot_indices
+from helpers import INPUT_DTYPES, corrupt_offs, group_offs, misaligned, pairs, short, slot_indices, wide
 from simt_checks import ON_LINUX
 from simt_kernels import Waves
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 pytestmark = ON_LINUX
 
 BF16 = torch.bfloat16
+LAYOUTS_OF_FACTORS = ("erc", "ecr", "rec", "rce", "cer", "cre")
 
 
 def ternary(*shape: int, seed: int = 0) -> Tensor:
@@ -80,3 +81,21 @@ def test_what_is_not_read_may_be_nan(kernels, w):
     x[3:], u[[2, 5, 6]], u[7:], m[1], m[3] = (torch.nan,) * 5
     offs = torch.tensor([3, 3, 7, 7], dtype=torch.int32)
     check(kernels, x, m, u, offs, indices=indices, top_k=2)
+
+
+@pytest.mark.parametrize(*pairs(dtype=INPUT_DTYPES, out=INPUT_DTYPES, layout=LAYOUTS_OF_FACTORS), ids=short)
+def test_cast_factor(kernels, dtype, out, layout):
+    """Tiles are full, partial and of every shape. Dimensions are joined or not. Rows have whole vectors or odd sizes,
+    and odd addresses."""
+    for e, r, c in ((3, 16, 200), (70, 12, 67), (2, 130, 8), (1, 1, 9), (40, 3, 1), (5, 72, 300)):
+        m = wide(*((e, r, c)["erc".index(d)] for d in layout)).to(dtype).permute([layout.index(d) for d in "erc"])
+        for order in LAYOUTS_OF_FACTORS:
+            kernels.check("cast_factor", m, r + -r % 8, c, order, out, e + 1, -0.3)
+        kernels.check("cast_factor", m, r, c, "erc", out, e, 1.0)
+        kernels.check("cast_factor", m, r, c, "ecr", out, e, 1.0)
+        kernels.check("cast_factor", m[:, 1:], max(r - 2, 0), c - 1, layout, out, e, 1.0)
+        kernels.check("cast_factor", m[:1].expand(4, r, c), r, c, "ecr", out, 4, 2.0)
+    kernels.check("cast_factor", misaligned(wide(6, 16, 64).to(dtype)), 16, 64, "erc", out, 7, 0.5)
+    kernels.check("cast_factor", wide(12, 64).to(dtype), 16, 64, "cr", out)
+    kernels.check("cast_factor", wide(0, 3, 64).to(dtype), 16, 64, "ecr", out, 2)
+    kernels.check("cast_factor", wide(2, 3, 64).to(dtype), 0, 64, "ecr", out)

@@ -29,7 +29,6 @@ from moe_fp8_ext import reference
 from moe_fp8_ext.reference.numerics import FORMATS
 
 pytestmark = ON_LINUX
-LAYOUTS_OF_FACTORS = ("erc", "ecr", "rec", "rce", "cer", "cre")
 
 
 def test_default_format(libraries):
@@ -220,24 +219,6 @@ def test_combine(kernels, dtype):
     for t, top_k, p, k in ((3, 0, 5, 8), (3, 2, 0, 8), (3, 2, 4, 0)):
         inverse = torch.full((t, top_k), -1, dtype=torch.int32)
         check_combine(kernels, torch.randn(p, k).to(dtype), inverse, torch.rand(t, top_k), torch.randn(t, k).to(dtype))
-
-
-@pytest.mark.parametrize(*pairs(dtype=INPUT_DTYPES, out=INPUT_DTYPES, layout=LAYOUTS_OF_FACTORS), ids=short)
-def test_cast_factor(kernels, dtype, out, layout):
-    """Tiles are full, partial and of every shape. Dimensions are joined or not. Rows have whole vectors or odd sizes,
-    and odd addresses."""
-    for e, r, c in ((3, 16, 200), (70, 12, 67), (2, 130, 8), (1, 1, 9), (40, 3, 1), (5, 72, 300)):
-        m = wide(*((e, r, c)["erc".index(d)] for d in layout)).to(dtype).permute([layout.index(d) for d in "erc"])
-        for order in LAYOUTS_OF_FACTORS:
-            kernels.check("cast_factor", m, r + -r % 8, c, order, out, e + 1, -0.3)
-        kernels.check("cast_factor", m, r, c, "erc", out, e, 1.0)
-        kernels.check("cast_factor", m, r, c, "ecr", out, e, 1.0)
-        kernels.check("cast_factor", m[:, 1:], max(r - 2, 0), c - 1, layout, out, e, 1.0)
-        kernels.check("cast_factor", m[:1].expand(4, r, c), r, c, "ecr", out, 4, 2.0)
-    kernels.check("cast_factor", misaligned(wide(6, 16, 64).to(dtype)), 16, 64, "erc", out, 7, 0.5)
-    kernels.check("cast_factor", wide(12, 64).to(dtype), 16, 64, "cr", out)
-    kernels.check("cast_factor", wide(0, 3, 64).to(dtype), 16, 64, "ecr", out, 2)
-    kernels.check("cast_factor", wide(2, 3, 64).to(dtype), 0, 64, "ecr", out)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -1,5 +1,5 @@
 // The epilogue that stores a product plus a low-rank term, such as an adapter's: out = RN(product + a[m] . b[e, n]).
-// For M-grouped products with block scales. The sums of wgmma lie in a lane as those of mma.sync do, so a warp
+// It serves M-grouped products with block scales. A lane holds the same sums after wgmma as after mma.sync, so a warp
 // multiplies the factors by mma.sync, straight onto its sums. A lane loads its elements of both factors from global
 // memory.
 #pragma once
