@@ -92,10 +92,12 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
       "combine_backward(Tensor grad, Tensor? y, Tensor? topk_scores, Tensor inverse, SymInt num_rows,"
       " bool keep_grad_y=True) -> (Tensor grad_y, Tensor grad_scores)");
   // Products of tokens with factors of a low rank. With indices, scores are by slot, else by row.
-  m.def("narrow_tokens(Tensor x, Tensor m, Tensor offs, Tensor? indices=None, SymInt? top_k=None) -> Tensor");
   m.def(
-      "outer_tokens(Tensor u, Tensor x, Tensor offs, Tensor? scores=None, Tensor? indices=None, SymInt? top_k=None,"
-      " ScalarType? out_dtype=None) -> Tensor");
+      "narrow_tokens(Tensor x, Tensor m, Tensor offs, Tensor? x_scale=None, str? format=None, Tensor? indices=None,"
+      " SymInt? top_k=None) -> Tensor");
+  m.def(
+      "outer_tokens(Tensor u, Tensor x, Tensor offs, Tensor? scores=None, Tensor? x_scale=None, str? format=None,"
+      " Tensor? indices=None, SymInt? top_k=None, ScalarType? out_dtype=None) -> Tensor");
   // A factor of adapters [E, R, C] or [R, C] in another type, another order of dimensions and other sizes.
   m.def(
       "cast_factor(Tensor m, SymInt rows, SymInt cols, str order, ScalarType dtype, SymInt? num_experts=None,"

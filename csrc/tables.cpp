@@ -101,6 +101,10 @@ List dtype_bytes(Dtypes dtypes) {
   return bytes;
 }
 
+bool depends_on_format(Dtypes dtypes) {
+  return dtypes == Dtypes::kScale || dtypes == Dtypes::kGates || dtypes == Dtypes::kTokens;
+}
+
 List arguments_of_ops() {
   constexpr const char* kStrides[] = {"any", "inner", "summed", "contiguous"};
   List all;
@@ -112,7 +116,7 @@ List arguments_of_ops() {
     }
     all.append(Object{{"op", row.op}, {"name", row.name}, {"like", row.like}, {"dtypes", dtype_names(row.dtypes)},
                       {"dtype_bytes", dtype_bytes(row.dtypes)}, {"dtype_of_like", row.dtypes == Dtypes::kScores},
-                      {"dtype_of_format", row.dtypes == Dtypes::kScale || row.dtypes == Dtypes::kGates},
+                      {"dtype_of_format", depends_on_format(row.dtypes)},
                       {"min_dims", row.min_dims}, {"max_dims", row.max_dims}, {"strides", kStrides[int(row.strides)]},
                       {"limits", limits}});
   }

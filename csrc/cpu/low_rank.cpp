@@ -1,5 +1,6 @@
 #include "low_rank/tokens.h"
 
+#include "cpu/dequantize.h"
 #include "cpu/groups.h"
 #include "cpu/parallel.h"
 #include "numerics/floats.h"
@@ -13,6 +14,21 @@ constexpr int64_t kColumns = 512;    // of a part of an outer product: its sums 
 void to_floats(const uint16_t* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = BF16::to_float(from[i]);
 }
+
+// Reads rows of x. values: of the bytes of its type.
+struct RowReader {
+  explicit RowReader(const TokenRows& x) : x(x), values(x.is_fp8 ? decoded(x.type) : std::array<float, 256>{}) {}
+  void operator()(int64_t token, int64_t column, int64_t n, float* to) const {
+    if (!x.is_fp8) return to_floats(x.bfloat16(token) + column, n, to);
+    const uint8_t* q = x.fp8(token) + column;
+    for (int64_t i = 0; i < n; ++i) {
+      const float scale = x.scales(token)[x.scale_at(column + i)];
+      to[i] = BF16::to_float(BF16::from_float(values[q[i]] * scale));
+    }
+  }
+  const TokenRows& x;
+  std::array<float, 256> values;
+};
 
 // The sum of a[i] * b[i]. Lane i sums every 16th product. n is a multiple of kLanes.
 float dot(const float* a, const float* b, int64_t n) {
@@ -29,6 +45,7 @@ float dot(const float* a, const float* b, int64_t n) {
 void narrow_tokens_cpu(const NarrowTokensParams& p) {
   if (p.P == 0 || p.R == 0) return;
   const std::vector<int> ends = safe_ends(p.offs, p.E, p.P);
+  const RowReader read(p.x);
   const int64_t width = round_up<int64_t>(p.W, kLanes);  // behind W, floats are zero
   parallel(p.P, p.P * p.R * std::max<int64_t>(p.W / kLanes, 1), [&](int64_t begin, int64_t end) {
     std::vector<float> x(width), m;
@@ -47,7 +64,7 @@ void narrow_tokens_cpu(const NarrowTokensParams& p) {
           to_floats(p.m + e * p.m_expert_stride + r * p.m_stride, p.W, m.data() + r * width);
         expert = e;
       }
-      to_floats(p.x + token * p.x_stride, p.W, x.data());
+      read(token, 0, p.W, x.data());
       for (int64_t r = 0; r < p.R; ++r) out[r] = BF16::from_float(dot(x.data(), m.data() + r * width, width));
     }
   });
@@ -56,6 +73,7 @@ void narrow_tokens_cpu(const NarrowTokensParams& p) {
 void outer_tokens_cpu(const OuterTokensParams& p) {
   if (p.E == 0 || p.R == 0 || p.W == 0) return;
   const std::vector<int> ends = safe_ends(p.offs, p.E, p.P);
+  const RowReader read(p.x);
   const int64_t parts = ceil_div(p.W, kColumns);
   parallel(p.E * parts, (p.P + p.E) * p.R * p.W / kLanes, [&](int64_t begin, int64_t end) {
     std::vector<float> x(kColumns), sums(p.R * kColumns);
@@ -65,7 +83,7 @@ void outer_tokens_cpu(const OuterTokensParams& p) {
       for (int64_t row = e > 0 ? ends[e - 1] : 0; row < ends[e]; ++row) {
         const int64_t token = token_of(p.source, row);
         if (token < 0) continue;
-        to_floats(p.x + token * p.x_stride + column, n, x.data());
+        read(token, column, n, x.data());
         const float score = p.scores ? p.scores[slot_of(p.source, row)] : 1.f;
         for (int64_t r = 0; r < p.R; ++r) {
           float u = BF16::to_float(p.u[row * p.u_stride + r]);

@@ -1,8 +1,7 @@
 #include "low_rank/groups_of_rows.h"
 #include "low_rank/policy.h"
-#include "low_rank/tokens.h"
+#include "low_rank/token_pieces.h"
 #include "numerics/floats.h"
-#include "platform/mma.h"
 #include "primitives/row_reduce.h"
 #include "primitives/wave_rows.h"
 
@@ -13,47 +12,60 @@ namespace {
 // ---- mma.sync: a block has a window of rows -------------------------------------------------------------------------
 //
 // A window may hold rows of several groups. The block multiplies it by the factor of each, and stores the rows of the
-// group. Nothing is staged in shared memory: a lane loads 16 bytes of its rows of x and of the factor. These are 8
-// elements along W, for two instructions; any order along W is right if both operands use the same.
+// group. Nothing is staged in shared memory: a lane loads 16 bytes of its rows of x, and these columns of the factor.
+// Eight columns are for two instructions; any order along W is right if both operands use the same.
 
-constexpr int kNarrowThreads = 32 * kNarrowWarps, kHalfRows = kNarrowRows / 8, kNarrowStep = 32;
+constexpr int kNarrowThreads = 32 * kNarrowWarps, kHalfRows = kNarrowRows / 8;
 
 // kEights: groups of 8 columns of the result. Sums of each warp, fragment of rows, instruction, register and lane.
 template <int kEights>
 using NarrowPartial = float[kNarrowWarps][kHalfRows / 2][kEights][4][32];
 
-// Adds the warp's share of W to sum. row: of x, null where the result is not stored; m: the factor from the lane's row
-// on. Lanes hold rows lane / 4 + 8 * h of the window, and rows lane / 4 + 8 * j of the factor.
-template <int kEights>
-MOE_DEVICE void add_narrow(const NarrowTokensParams& p, const uint16_t* const (&row)[kHalfRows], const uint16_t* m,
-                           int ranks, float (&sum)[kHalfRows / 2][kEights][4]) {
-  constexpr int kUnroll = 2;  // steps whose loads are in flight at once
+// Adds the warp's share of W to sum. token: of the lane's rows, or -1 where the result is not stored. m: the factor
+// from the lane's row on. Lanes hold rows lane / 4 + 8 * h of the window, and rows lane / 4 + 8 * j of the factor.
+template <class Piece, int kEights>
+MOE_DEVICE void add_narrow(const NarrowTokensParams& p, const int64_t (&token)[kHalfRows], const uint16_t* m, int ranks,
+                           float (&sum)[kHalfRows / 2][kEights][4]) {
+  constexpr int kUnroll = 2 / Piece::kEights;  // steps whose loads are in flight at once
+  constexpr int kStep = 4 * Piece::kColumns;   // columns of a warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  typename Piece::Row row[kHalfRows];
+#pragma unroll
+  for (int h = 0; h < kHalfRows; ++h) row[h] = Piece::row(p.x, token[h]);
 #pragma unroll 1
-  for (int64_t first = warp * kNarrowStep; first < p.W; first += kNarrowStep * kNarrowWarps * kUnroll) {
-    Vec16 a[kUnroll][kHalfRows], b[kUnroll][kEights];
+  for (int64_t first = warp * kStep; first < p.W; first += kStep * kNarrowWarps * kUnroll) {
+    Piece a[kUnroll][kHalfRows];
+    Vec16 b[kUnroll][Piece::kEights][kEights];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int64_t w = first + u * kNarrowStep * kNarrowWarps + lane % 4 * 8;
+      const int64_t w = first + u * kStep * kNarrowWarps + lane % 4 * Piece::kColumns;
 #pragma unroll
-      for (int h = 0; h < kHalfRows; ++h)
-        a[u][h] = row[h] && w < p.W ? *reinterpret_cast<const Vec16*>(row[h] + w) : Vec16{};
+      for (int h = 0; h < kHalfRows; ++h) a[u][h] = Piece::load(p.x, row[h], w, w < p.W);
 #pragma unroll
-      for (int j = 0; j < kEights; ++j)
-        b[u][j] = 8 * j < ranks && w < p.W ? *reinterpret_cast<const Vec16*>(m + 8 * j * p.m_stride + w) : Vec16{};
+      for (int c = 0; c < Piece::kEights; ++c)
+#pragma unroll
+        for (int j = 0; j < kEights; ++j)
+          b[u][c][j] = 8 * j < ranks && w < p.W ? *reinterpret_cast<const Vec16*>(m + 8 * j * p.m_stride + w + 8 * c)
+                                                : Vec16{};
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
 #pragma unroll
-      for (int i = 0; i < 4; i += 2)
+      for (int c = 0; c < Piece::kEights; ++c) {
+        Vec16 rows[kHalfRows];
 #pragma unroll
-        for (int j = 0; j < kEights; ++j)
+        for (int h = 0; h < kHalfRows; ++h) rows[h] = a[u][h].eight(c);
 #pragma unroll
-          for (int f = 0; f < kHalfRows / 2; ++f) {
-            const Vec16 &low = a[u][2 * f], &high = a[u][2 * f + 1];
-            mma_bfloat16(sum[f][j], {low.w[i], high.w[i], low.w[i + 1], high.w[i + 1]},
-                         {b[u][j].w[i], b[u][j].w[i + 1]});
-          }
+        for (int i = 0; i < 4; i += 2)
+#pragma unroll
+          for (int j = 0; j < kEights; ++j)
+#pragma unroll
+            for (int f = 0; f < kHalfRows / 2; ++f) {
+              const Vec16 &low = rows[2 * f], &high = rows[2 * f + 1], &columns = b[u][c][j];
+              mma_bfloat16(sum[f][j], {low.w[i], high.w[i], low.w[i + 1], high.w[i + 1]},
+                           {columns.w[i], columns.w[i + 1]});
+            }
+      }
   }
 }
 
@@ -82,7 +94,7 @@ MOE_DEVICE void store_narrow(const NarrowTokensParams& p, NarrowPartial<kEights>
   }
 }
 
-template <int kEights>
+template <class Piece, int kEights>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kNarrowThreads, narrow_blocks(8 * kEights))
     narrow_tokens_kernel(MOE_GRID_CONSTANT const NarrowTokensParams p) {
   __shared__ int begins[kMaxExperts + 1];
@@ -107,14 +119,15 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kNarrowThreads, narrow_blocks(8 * kEights))
     for (; e < E && begins[e] < stop; ++e) {
       const int64_t begin = begins[e], end = begins[e + 1];
       if (end <= window || end == begin) continue;
-      const uint16_t* row[kHalfRows];
+      int64_t of_group[kHalfRows];
 #pragma unroll
       for (int h = 0; h < kHalfRows; ++h) {
         const int64_t at = window + lane / 4 + 8 * h;
-        row[h] = token[h] >= 0 && at >= begin && at < end ? p.x + token[h] * p.x_stride : nullptr;
+        of_group[h] = at >= begin && at < end ? token[h] : -1;
       }
       float sum[kHalfRows / 2][kEights][4] = {};
-      add_narrow<kEights>(p, row, p.m + e * p.m_expert_stride + (first_rank + lane / 4) * p.m_stride, ranks, sum);
+      const uint16_t* m = p.m + e * p.m_expert_stride + (first_rank + lane / 4) * p.m_stride;
+      add_narrow<Piece, kEights>(p, of_group, m, ranks, sum);
       store_narrow<kEights>(p, partial, window, begin, end, first_rank, sum);
     }
     if (stop <= begins[E]) continue;
@@ -125,18 +138,22 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kNarrowThreads, narrow_blocks(8 * kEights))
   }
 }
 
-template <int kEights>
+template <class Piece, int kEights>
 int launch_narrow(const NarrowTokensParams& p, void* stream) {
   const int64_t windows = ceil_div<int64_t>(p.P, kNarrowRows);
   const int64_t blocks = int64_t(narrow_blocks(8 * kEights)) * device().multiprocessors;
   const dim3 grid(unsigned(windows < blocks ? windows : blocks), unsigned(ceil_div<int64_t>(p.R, 8 * kEights)));
-  return launch(narrow_tokens_kernel<kEights>, {grid, dim3(kNarrowThreads), stream}, p);
+  return launch(narrow_tokens_kernel<Piece, kEights>, {grid, dim3(kNarrowThreads), stream}, p);
+}
+
+template <class Piece>
+int launch_narrow(const NarrowTokensParams& p, void* stream) {
+  return p.R <= 16 ? launch_narrow<Piece, 2>(p, stream) : launch_narrow<Piece, 4>(p, stream);
 }
 
 bool is_aligned(const NarrowTokensParams& p) {
-  const uint64_t addresses = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.m);
-  const uint64_t sizes = uint64_t(p.W | p.x_stride | p.m_stride | p.m_expert_stride);
-  return addresses % 16 == 0 && sizes % 8 == 0;
+  const bool factor = reinterpret_cast<uintptr_t>(p.m) % 16 == 0 && (p.m_stride | p.m_expert_stride) % 8 == 0;
+  return factor && has_pieces(p.x, p.W);
 }
 #endif
 
@@ -154,9 +171,10 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) narrow_tokens_any_kernel(MOE_GRID
     for (int64_t r = 0; r < p.R; ++r) {
       float sum = 0;
       if (token >= 0) {
-        const uint16_t *x = p.x + token * p.x_stride, *m = p.m + e * p.m_expert_stride + r * p.m_stride;
+        const uint16_t* m = p.m + e * p.m_expert_stride + r * p.m_stride;
 #pragma unroll 1
-        for (int64_t w = lane; w < p.W; w += kWarpSize) sum = fmaf(BF16::to_float(x[w]), BF16::to_float(m[w]), sum);
+        for (int64_t w = lane; w < p.W; w += kWarpSize)
+          sum = fmaf(element(p.x, token, w), BF16::to_float(m[w]), sum);
       }
       sum = reduce_lanes(sum, SumF32{});
       if (lane == 0) p.out[row * p.R + r] = BF16::from_float(sum);
@@ -170,7 +188,7 @@ int narrow_tokens(const NarrowTokensParams& p, void* stream) {
   if (p.P == 0 || p.R == 0) return 0;
 #if defined(MOE_MMA_SYNC)
   if (p.E > 0 && is_aligned(p) && p.R <= 32 * kMaxGridBlocksY)
-    return p.R <= 16 ? launch_narrow<2>(p, stream) : launch_narrow<4>(p, stream);
+    return dispatch_pieces(p.x, [&](auto piece) { return launch_narrow<decltype(piece)>(p, stream); });
 #endif
   return launch_on_rows(narrow_tokens_any_kernel, p, p.P, stream);
 }

@@ -8,7 +8,9 @@
 // out is contiguous, as is scores. Rows of x, of u, and of an expert's factor have adjacent elements. Rows without a
 // token or a group are not read. Null scores are ones. Without indices, scores are of rows.
 #pragma once
+#include "numerics/floats.h"
 #include "numerics/groups.h"
+#include "numerics/operand_scales.h"
 
 namespace moe_fp8 {
 
@@ -16,26 +18,45 @@ namespace moe_fp8 {
 MOE_HD int slot_of(const RowIndex& source, int64_t row) { return source.at ? source.slot(row) : int(row); }
 MOE_HD int64_t token_of(const RowIndex& source, int64_t row) { return source.at ? source.row(row) : row; }
 
+// x: bfloat16, or FP8 with scales in float32, of whole rows or of blocks of kBlock columns. An element of FP8 is its
+// value times its scale, rounded to bfloat16.
+struct TokenRows {
+  const void* data;
+  int64_t stride;         // elements
+  bool is_fp8 = false;
+  Fp8Type type = {};
+  OperandScales scale = {};
+
+  MOE_HD const uint16_t* bfloat16(int64_t token) const { return static_cast<const uint16_t*>(data) + token * stride; }
+  MOE_HD const uint8_t* fp8(int64_t token) const { return static_cast<const uint8_t*>(data) + token * stride; }
+  MOE_HD const float* scales(int64_t token) const {
+    return static_cast<const float*>(scale.data) + token * scale.row_stride;
+  }
+  MOE_HD int64_t scale_at(int64_t column) const {  // from the row's first scale on
+    return scale.block_size ? column / kBlock * scale.block_stride : 0;
+  }
+};
+
 struct NarrowTokensParams {
-  const uint16_t* x;
+  TokenRows x;
   const uint16_t* m;
   const int* offs;
   RowIndex source;  // source.at is null without indices
   uint16_t* out;
   int64_t P, E, R, W;
-  int64_t x_stride, m_expert_stride, m_stride;  // elements
+  int64_t m_expert_stride, m_stride;  // elements
 };
 
 struct OuterTokensParams {
   const uint16_t* u;
-  const uint16_t* x;
+  TokenRows x;
   const int* offs;
   RowIndex source;
   const float* scores;
   void* out;
   int64_t P, E, R, W;
-  int64_t u_stride, x_stride;  // elements
-  bool is_float32;             // out, else bfloat16
+  int64_t u_stride;  // elements
+  bool is_float32;   // out, else bfloat16
 };
 
 // On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.

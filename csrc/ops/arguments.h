@@ -19,6 +19,7 @@ enum class Dtypes : uint8_t {
   kScores,   // float32, or the type of `like`
   kFloat32,
   kGates,    // kFp8 with scales, kInput without
+  kTokens,   // kFp8 with scales, kBFloat16 without
   kInt32,
   kInts,
   kByte,     // any type of 1 byte
@@ -177,16 +178,18 @@ inline constexpr Argument kTable[] = {
     matrix("combine_backward", "y", "grad", Dtypes::kInput),
     scores("combine_backward", "grad"),
     inverse("combine_backward", "grad"),
-    matrix("narrow_tokens", "x", nullptr, Dtypes::kBFloat16),
+    matrix("narrow_tokens", "x", nullptr, Dtypes::kTokens),
     {"narrow_tokens", "m", "x", Dtypes::kBFloat16, 3, 3, Strides::kInner,
      {{"experts", -3, kMaxExperts}, {"rows an expert", -2, kMaxRows}, kColumns}},
     offs("narrow_tokens", "x"),
+    {"narrow_tokens", "x_scale", "x", Dtypes::kFloat32, 1, 2, Strides::kAny},
     indices("narrow_tokens", "x"),
     matrix("outer_tokens", "u", nullptr, Dtypes::kBFloat16),
-    matrix("outer_tokens", "x", "u", Dtypes::kBFloat16),
+    matrix("outer_tokens", "x", "u", Dtypes::kTokens),
     offs("outer_tokens", "u"),
     {"outer_tokens", "scores", "u", Dtypes::kFloat32, 1, kMaxDims, Strides::kContiguous,
      {{"slots", SizeLimit::kSlots, kMaxRows}}},
+    {"outer_tokens", "x_scale", "u", Dtypes::kFloat32, 1, 2, Strides::kAny},
     indices("outer_tokens", "u"),
     {"cast_factor", "m", nullptr, Dtypes::kInput, 2, 3, Strides::kAny, {kRows, kColumns}},
     matrix("pad_token_groups", "x", nullptr, Dtypes::kMovable),

@@ -40,7 +40,8 @@ inline void check_dtypes(Name arg, Dtypes dtypes, const Tensor& t) {
     case Dtypes::kProduct:
       return check_dtype(arg, t, t.dtype == kBFloat16 || t.dtype == kFloat32, "be", "bfloat16 or float32");
     case Dtypes::kBFloat16: return check_dtype(arg, t, kBFloat16);
-    case Dtypes::kScale: case Dtypes::kScores: case Dtypes::kGates: return;  // depends on other arguments
+    case Dtypes::kScale: case Dtypes::kScores: case Dtypes::kGates: case Dtypes::kTokens:
+      return;  // depends on other arguments
   }
 }
 inline void check_dims(Name arg, const Tensor& t, int min, int max) {

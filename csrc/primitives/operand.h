@@ -19,7 +19,7 @@ MOE_DEVICE float decode(Fp8Type type, uint8_t q) {
 // Decodes byte i of a word of a native format; see kNativeE4M3.
 template <bool kE5M2>
 MOE_DEVICE float decode_native(uint32_t word, int i) {
-  if constexpr (kConvertsFp8ToHalf) {
+  if constexpr (kImplementsFp8ToHalf) {
     uint32_t halves[2];
     fp8x4_to_f16x4<kE5M2>(word, halves);
     return half_to_float(halves[i / 2] >> (16 * (i % 2)) & 0xffffu);

@@ -7,8 +7,8 @@ this package's kernels and above (`matmul/low_rank.py`):
                                 by kernels               above their ranks
     forward     u = A x         x, a row a slot          x in the order of experts, written and read
                                 P D                      2 P D + T D
-                u = A a         a dequantized, then read
-                                2.5 P F                  2.5 P F
+                u = A a         a in FP8, read           a dequantized, then read
+                                0.5 P F                  2.5 P F
     backward    v = B dout, dB  dout, twice              dout in the order of experts, read twice
                                 2 P D                    3 P D + T D
                 dA of down      a, which is in memory
@@ -43,6 +43,7 @@ from moe_fp8_ext.matmul.low_rank import (
     kept,
 )
 from moe_fp8_ext.ops.checks import check_number, fail
+from moe_fp8_ext.quantization.prepare import Operand
 
 MAX_RANK = 256
 
@@ -113,10 +114,16 @@ class Adapter(NamedTuple):
 
     # ---- forward ----
 
-    def narrow(self, kind: type[Rows], x: Tensor, slots: Slots) -> Adapted:
-        """Computes scaling * A x. x: the `Tokens` of the up projection, or the `Rows` of the down projection."""
-        x, mask = self._dropped(x)
-        return Adapted(kind(x, slots).narrow(self.A), mask)
+    def narrow(self, kind: type[Rows], engine: Engine, x: Operand, offs: Tensor | None, slots: Slots) -> Adapted:
+        """Computes scaling * A x.
+
+        x: the `Tokens` of the up projection, or the `Rows` of the down projection, quantized or not.
+        offs: as `Engine.values` takes them.
+        """
+        if x.scale is not None and not self.dropout and self.A.multiplies_fp8(x.values.dtype, engine.format):
+            return Adapted(kind(x.values, slots, x.scale, engine.format).narrow(self.A))
+        values, mask = self._dropped(engine.values(x, offs))
+        return Adapted(kind(values, slots).narrow(self.A), mask)
 
     def term(self, engine: Engine, adapted: Adapted) -> tuple[Tensor, Tensor] | None:
         """Returns the low-rank term that the projection's product adds, or None if it cannot."""

@@ -257,7 +257,7 @@ def _forward(
     bias, up = (None, up) if in_product else (up.bias, up._replace(bias=None))
     adapted_up, term = UNADAPTED, None
     if up.adapter is not None:
-        adapted_up = up.adapter.narrow(Tokens, engine.values(x, groups.of_tokens), slots)
+        adapted_up = up.adapter.narrow(Tokens, engine, x, groups.of_tokens, slots)
         term = up.adapter.term(engine, adapted_up)
     h = up.product(engine, rows, w_up, groups, by_index=True, low_rank=term)
     if up.adapter is not None:
@@ -269,7 +269,7 @@ def _forward(
     rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and needs_h, bias)
     adapted_down = UNADAPTED
     if down.adapter is not None:
-        adapted_down = down.adapter.narrow(Rows, engine.values(rows, groups.offs), slots)
+        adapted_down = down.adapter.narrow(Rows, engine, rows, groups.offs, slots)
 
     def finish() -> Tensor:
         term = None if down.adapter is None else down.adapter.term(engine, adapted_down)

@@ -19,6 +19,7 @@ from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, zero_tail
 from moe_fp8_ext.matmul.engine import Groups
 from moe_fp8_ext.ops.dispatch import python_op
 from moe_fp8_ext.ops.factors import order_of
+from moe_fp8_ext.ops.low_rank import FORMATS_OF_TOKENS
 from moe_fp8_ext.quantization.casting import cast, row_major
 
 _cast_factor = torch.ops.moe_fp8.cast_factor.default
@@ -31,6 +32,8 @@ _permute_pad = torch.ops.moe_fp8.permute_pad.default
 # tokens of 2,048 columns, 128 experts and 8 slots a token, the product of rank 16 takes 143 us, and the gradient 211.
 # The copies take 174 us, and grouped products of torch 182 and 195. At rank 64 the kernels take 354 and 539 us.
 MAX_RANK_OF_KERNELS = 32
+
+_FP8 = torch.float8_e4m3fn, torch.float8_e5m2  # that the kernels of tensor cores take
 
 # Ranks up to which the product of the frozen weight adds what a factor widens. A layer of Qwen3-30B-A3B's sizes took
 # 4.35 ms instead of 4.68 at rank 64, and 5.62 instead of 5.36 at rank 128 (H200).
@@ -57,6 +60,10 @@ class Factor:
         """Whether this package's kernels multiply tokens by it."""
         fits = not self.is_shared and self.shape[1] <= MAX_RANK_OF_KERNELS and self.shape[2] % 8 == 0
         return fits and torch.version.hip is None
+
+    def multiplies_fp8(self, dtype: torch.dtype, format: str | None) -> bool:
+        """Whether the kernels multiply tokens in this FP8 dtype and format of scales by it, without a copy in BF16."""
+        return self.has_kernels and self.shape[2] % 16 == 0 and format in FORMATS_OF_TOKENS and dtype in _FP8
 
     def by_row(self) -> Tensor:
         """Returns [E, R, W] with adjacent elements along W, for this package's kernels."""
@@ -130,17 +137,22 @@ class Slots:
 
 
 class Rows:
-    """Rows x [P, W] that are sorted by expert: h, activations, or their gradients. Rows without a group are zero."""
+    """Rows x [P, W] that are sorted by expert: h, activations, or their gradients. Rows without a group are zero.
 
-    def __init__(self, x: Tensor, slots: Slots) -> None:
-        self.x, self.slots, self.groups = row_major(cast(x, torch.bfloat16)), slots, slots.groups
+    scale, format: of x in FP8, as `quantize_rows` returns it, for a factor that `multiplies_fp8`.
+    """
+
+    def __init__(self, x: Tensor, slots: Slots, scale: Tensor | None = None, format: str | None = None) -> None:
+        self.x = row_major(cast(x, torch.bfloat16) if scale is None else x)
+        self.slots, self.groups = slots, slots.groups
+        self._scales = scale, format
         self._by_index: tuple[Tensor | None, int | None] = None, None  # indices and top_k, if tokens are taken by index
 
     def narrow(self, m: Factor) -> Tensor:
         """Computes x @ m^T of each group, [P, R]. Rows without a group are zero."""
         if not m.has_kernels:
             return self._narrow_by_torch(m)
-        return _narrow(self._aligned(), m.by_row(), self.groups.offs, *self._by_index)
+        return _narrow(self._aligned(), m.by_row(), self.groups.offs, *self._scales, *self._by_index)
 
     def outer(self, u: Tensor, m: Factor, scores: Tensor | None = None) -> Tensor:
         """Computes the gradient of a factor m: u^T @ x of each group for u [P, R]. scores, of slots, multiply u."""
@@ -148,7 +160,8 @@ class Rows:
             return m.gradient(self._outer_by_torch(u, m, scores))
         # Sums are rounded once: to float32, unless the gradient is in bfloat16.
         dtype = torch.bfloat16 if m.m.dtype == torch.bfloat16 else torch.float32
-        return m.gradient(_outer(u, self._aligned(), self.groups.offs, scores, *self._by_index, dtype))
+        how = scores, *self._scales, *self._by_index, dtype
+        return m.gradient(_outer(u, self._aligned(), self.groups.offs, *how))
 
     def _narrow_by_torch(self, m: Factor) -> Tensor:
         return _product(self.x, m.by_expert().mT, self.slots)
@@ -160,9 +173,9 @@ class Rows:
     def _aligned(self) -> Tensor:
         """Returns x with rows at multiples of 16 bytes, as the kernels that use tensor cores need them.
 
-        Copies other rows once. Their width must be a multiple of 8.
+        Copies other rows once. The bytes of a row must be a multiple of 16.
         """
-        if self.x.stride(0) % 8 != 0 or not _begins_aligned(self.x):
+        if self.x.stride(0) * self.x.itemsize % 16 != 0 or not _begins_aligned(self.x):
             self.x = self.x.clone(memory_format=torch.contiguous_format)
         return self.x
 
@@ -173,8 +186,15 @@ class Tokens(Rows):
     rows: x in the order of the groups, if it is in memory already.
     """
 
-    def __init__(self, x: Tensor, slots: Slots, rows: Tensor | None = None) -> None:
-        super().__init__(x, slots)
+    def __init__(
+        self,
+        x: Tensor,
+        slots: Slots,
+        scale: Tensor | None = None,
+        format: str | None = None,
+        rows: Tensor | None = None,
+    ) -> None:
+        super().__init__(x, slots, scale, format)
         groups = self.groups
         self._by_index = groups.indices, groups.top_k
         self._rows = self.x if groups.indices is None else rows
@@ -203,11 +223,11 @@ class Tokens(Rows):
 
 
 def _begins_aligned(x: Tensor) -> bool:
-    """Whether x [.., W] in bfloat16 begins at a multiple of 16 bytes.
+    """Whether x begins at a multiple of 16 bytes.
 
     A graph does not know offsets. inductor copies an argument that is less aligned than the example it compiled for.
     """
-    return torch.compiler.is_compiling() or x.storage_offset() % 8 == 0
+    return torch.compiler.is_compiling() or x.storage_offset() * x.itemsize % 16 == 0
 
 
 def _used(x: Tensor, groups: Groups) -> Tensor:

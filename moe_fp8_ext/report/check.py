@@ -46,6 +46,10 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
     by_slot = {"indices": slots, "top_k": TOP_K}
     yield "narrow_tokens", [tokens, factors, ends], by_slot
     yield "outer_tokens", [rows, tokens, ends], by_slot | {"scores": scores.round()}
+    q, scale = torch.ops.moe_fp8.quantize_rows(tokens, "blockwise", rounding="pow2")
+    of_tokens = by_slot | {"x_scale": scale, "format": "blockwise"}
+    yield "narrow_tokens", [q, factors, ends], of_tokens
+    yield "outer_tokens", [rows, q, ends], of_tokens | {"scores": scores.round()}
     factor = normal(E, 12, K, dtype=torch.float32)
     for m, dtype in ((factor, torch.bfloat16), (factor.permute(1, 2, 0).contiguous().permute(2, 0, 1), torch.float32)):
         for order in ("erc", "ecr"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import INPUT_DTYPES, corrupt_offs, group_offs, misaligned, pairs, short, slot_indices, wide
+from helpers import FP8_DTYPES, INPUT_DTYPES, corrupt_offs, group_offs, misaligned, pairs, short, slot_indices, wide
 from simt_checks import ON_LINUX
 from simt_kernels import Waves
 from torch import Tensor
+
+from moe_fp8_ext.ops import quantize_rows
 
 pytestmark = ON_LINUX
 
@@ -37,6 +39,18 @@ def test_sizes(kernels, r, w):
         x, m, u = ternary(t, w), ternary(e, r, w, seed=1), ternary(p, r)
         check(kernels, x, m, u, group_offs("zipf", p, e), indices=slot_indices(t, top_k, p), top_k=top_k)
         check(kernels, x, m, u[:t], group_offs("tail_rows", t, e))
+
+
+@pytest.mark.parametrize(
+    *pairs(format=["rowwise", "blockwise"], dtype=FP8_DTYPES, w=[16, 37, 144, 272], r=[8, 24]), ids=short
+)
+def test_quantized_tokens(kernels, format, dtype, w, r):
+    """Types that the GPU converts and others; widths of one scaling block and several."""
+    x, m, u = ternary(23, w) * 3, ternary(5, r, w, seed=1), ternary(92, r)
+    q, scale = quantize_rows(x, format, dtype=dtype, rounding="pow2")
+    of_x = {"x_scale": scale, "format": format}
+    check(kernels, q, m, u, group_offs("zipf", 92, 5), indices=slot_indices(23, 3, 92), top_k=3, **of_x)
+    check(kernels, q, m, u[:23], group_offs("tail_rows", 23, 5), **of_x)
 
 
 @pytest.mark.parametrize("w", [40, 43])

@@ -33,7 +33,7 @@ from moe_fp8_ext import (
 )
 from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.layer import adapter as layer_adapter
-from moe_fp8_ext.matmul import low_rank
+from moe_fp8_ext.matmul import engine, low_rank
 from moe_fp8_ext.matmul.engine import Groups
 from moe_fp8_ext.ops.factors import order_of
 
@@ -395,6 +395,25 @@ def test_a_nan_stays_with_its_token_and_its_expert(name, device):
     got = run(problem, of, ours, ("x",), recipe=name)
     assert without.any() and not without.all()
     assert all(t[without].isfinite().all() and t[~without].isnan().any() for t in (got["out"], got["x"]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "f", "rank", "dropout", "count"),
+    [
+        ("blockwise", 48, 8, 0.0, 0),
+        ("rowwise", 48, 8, 0.0, 0),
+        ("mxfp8", 48, 8, 0.0, 1),  # scales of rows depend on the groups
+        ("rowwise", 40, 8, 0.0, 1),  # kernels take FP8 in 16 columns
+        ("blockwise", 48, 40, 0.0, 1),  # above the ranks of the kernels
+        ("blockwise", 48, 8, 0.1, 1),  # dropout takes bfloat16
+    ],
+)
+def test_forward_dequantizes_only_where_kernels_take_no_fp8(recipe, f, rank, dropout, count, device, monkeypatch):
+    problem, seen = layer(t=60, d=64, f=f).at(device), []
+    dequantize = engine._dequantize
+    monkeypatch.setattr(engine, "_dequantize", lambda *args: seen.append(args) or dequantize(*args))
+    run(problem, factors(problem, rank), ours, trained=(), dropout=dropout, recipe=recipe)
+    assert len(seen) == count
 
 
 def test_kernels_get_aligned_rows(device, monkeypatch):

@@ -78,7 +78,7 @@ def test_table_of_arguments_has_the_tensors_of_every_schema():
 # kinds, groups, rows by index, sizes, options. A new name needs a place here.
 ORDER = """
     total grad u x m w q a b y h logits tokens_per_rank_expert topk_ids scores topk_scores bias
-    scale scale_a scale_b h_scale blocked
+    scale scale_a scale_b h_scale x_scale blocked
     activation format along groups
     offs padded_starts
     indices inverse top_k

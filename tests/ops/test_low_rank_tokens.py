@@ -8,6 +8,7 @@ import pytest
 import torch
 from derivatives import SPELLINGS, check_no_tangent
 from helpers import (
+    FP8_DTYPES,
     INT32_MAX,
     INT32_MIN,
     LAYOUTS,
@@ -30,7 +31,7 @@ from helpers import (
 from torch import Tensor
 
 from moe_fp8_ext import reference
-from moe_fp8_ext.ops import narrow_tokens, outer_tokens
+from moe_fp8_ext.ops import dequantize, narrow_tokens, outer_tokens, quantize_rows
 
 BF16, DTYPES = torch.bfloat16, (torch.bfloat16, torch.float32)
 
@@ -130,8 +131,8 @@ def test_what_is_not_read_may_be_nan(w, device):
     m, scores = ternary(4, 16, w, device=device, seed=1), scores_for(12, device)
     indices = torch.tensor([0, 2, -1, 5, 5, 12, INT32_MIN, 8, 9, 10, 11, 1], dtype=torch.int32, device=device)
     offs = torch.tensor([3, 3, 7, 7], dtype=torch.int32, device=device)
-    narrow = reference.narrow_tokens(x, m, offs, indices, 2)
-    outer = reference.outer_tokens(u, x, offs, scores, indices, 2)
+    narrow = reference.narrow_tokens(x, m, offs, None, None, indices, 2)
+    outer = reference.outer_tokens(u, x, offs, scores, None, None, indices, 2)
     x[3:], m[1], m[3] = torch.nan, torch.nan, torch.nan  # slots 0 to 5 are of tokens 0, 1 and 2
     u[[2, 5, 6]], u[7:], scores[6:] = torch.nan, torch.nan, torch.nan
     check_equal(narrow_tokens(x, m, offs, indices=indices, top_k=2), narrow)
@@ -147,6 +148,79 @@ def test_what_is_not_read_may_be_nan(w, device):
 def check_equal(got: Tensor, want: Tensor) -> None:
     assert got.isfinite().all()
     assert_same(got, want)
+
+
+def sums_of_one_term(w: int, r: int, device: str) -> tuple[Tensor, Tensor]:
+    """m [4, r, w] and u [4, r] with a single 1 in each row, so that results are elements of x, in any order of sums."""
+    column = torch.randint(w, (4, r), generator=torch.Generator().manual_seed(0))
+    m = torch.zeros(4, r, w).scatter_(2, column[:, :, None], 1)
+    return m.bfloat16().to(device), torch.ones(4, r, dtype=BF16, device=device)
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=short)
+@pytest.mark.parametrize("format", ["rowwise", "blockwise"])
+@pytest.mark.parametrize(("w", "r"), [(16, 8), (130, 24), (272, 16), (400, 40)])
+def test_quantized_tokens_are_the_dequantized_ones(w, r, format, dtype, device):
+    """Also with scales that are no powers of two, whose products with x are rounded to bfloat16."""
+    x = torch.randn(4, w, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    x[1, 5], x[2, 0], x[3] = torch.nan, 2.0**-120, 0
+    m, u = sums_of_one_term(w, r, device)
+    offs = torch.arange(1, 5, dtype=torch.int32, device=device)  # a row in each group
+    for rounding in ("exact", "pow2"):
+        q, scale = quantize_rows(x, format, dtype=dtype, rounding=rounding)
+        values, of_x = dequantize(q, scale, format), {"x_scale": scale, "format": format}
+        finite = values.nan_to_num(0)
+        got = narrow_tokens(q, m, offs, **of_x)
+        want = narrow_tokens(finite, m, offs)
+        rows = torch.tensor([0, 2, 3], device=device)
+        assert_same(got[rows], want[rows])
+        assert got[1].isnan().all()
+        for out_dtype in DTYPES:
+            how = {"scores": torch.ones(4, device=device), "out_dtype": out_dtype}
+            assert_same(outer_tokens(u, q, offs, **of_x, **how), outer_tokens(u, values, offs, **how))
+
+
+@pytest.mark.parametrize("format", ["rowwise", "blockwise"])
+def test_sums_of_quantized_tokens(format, device):
+    make = torch.Generator().manual_seed(0)
+    x, m, u = (torch.randn(s, generator=make).bfloat16().to(device) for s in ((150, 528), (5, 16, 528), (450, 16)))
+    offs, indices = group_offs("zipf", 450, 5, device), slot_indices(150, 3, 450, device)
+    q, scale = quantize_rows(x, format)
+    rows, how = (
+        reference.permute_pad(dequantize(q, scale, format), indices, 3).double(),
+        {"indices": indices, "top_k": 3},
+    )
+    got = narrow_tokens(q, m, offs, x_scale=scale, format=format, **how)
+    out = outer_tokens(u, q, offs, x_scale=scale, format=format, **how)
+    for e, (start, end) in enumerate(reference.group_bounds(offs, 450)):
+        a, b, factor = rows[start:end], u[start:end].double(), m[e].double()
+        close(got[start:end], a @ factor.mT, a.abs() @ factor.abs().mT, 528)
+        close(out[e], b.mT @ a, b.abs().mT @ a.abs(), end - start)
+
+
+def test_strides_of_quantized_tokens(device):
+    """Rows with room behind them, at odd addresses, or repeated, and scales of any strides."""
+    x, m, u = (
+        ternary(30, 144, device=device),
+        ternary(5, 16, 144, device=device, seed=1),
+        ternary(30, 16, device=device),
+    )
+    offs = group_offs("zipf", 30, 5, device)
+    q, scale = quantize_rows(x * 3, "blockwise", rounding="pow2")
+    narrow, outer = narrow_tokens(x * 3, m, offs), outer_tokens(u, x * 3, offs)
+    wide = torch.zeros(30, 400, dtype=torch.uint8, device=device).view(q.dtype)
+    spaced = torch.zeros(30, 6, device=device)
+    for first in (0, 1, 16, 200):
+        wide[:, first : first + 144] = q
+        spaced[:, 1::3] = scale
+        for each in (scale, scale.contiguous(), spaced[:, 1::3]):
+            how = {"x_scale": each, "format": "blockwise"}
+            assert_same(narrow_tokens(wide[:, first : first + 144], m, offs, **how), narrow)
+            assert_same(outer_tokens(u, wide[:, first : first + 144], offs, **how), outer)
+    how = {"x_scale": scale[:1].expand(30, 2), "format": "blockwise"}
+    assert_same(
+        narrow_tokens(q[:1].expand(30, 144), m, offs, **how), narrow_tokens((x[:1] * 3).expand(30, 144), m, offs)
+    )
 
 
 def test_nan_stays_in_its_row_and_group(device):
@@ -262,9 +336,12 @@ def test_second_gpu(second_gpu):
 def test_opcheck(device):
     x, m, u, offs, indices, scores = arguments(37, device)
     check_opcheck("narrow_tokens", [x, m, offs])
-    check_opcheck("narrow_tokens", [x, m, offs, indices, 3])
+    check_opcheck("narrow_tokens", [x, m, offs, None, None, indices, 3])
     check_opcheck("outer_tokens", [u[:37], x, offs])
-    check_opcheck("outer_tokens", [u, x, offs, scores, indices, 3, torch.float32])
+    check_opcheck("outer_tokens", [u, x, offs, scores, None, None, indices, 3, torch.float32])
+    q, scale = quantize_rows(x, "blockwise")
+    check_opcheck("narrow_tokens", [q, m, offs, scale, "blockwise", indices, 3])
+    check_opcheck("outer_tokens", [u, q, offs, scores, scale, "blockwise", indices, 3])
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
@@ -282,6 +359,7 @@ def test_derivatives_that_there_are_not(spelling):
 
 
 X, M, U = torch.zeros(3, 8, dtype=BF16), torch.zeros(2, 4, 8, dtype=BF16), torch.zeros(6, 4, dtype=BF16)
+Q, SCALE, BF16_X = X.to(torch.float8_e4m3fn), torch.ones(3, 1), (None, None)  # x_scale and format of X
 OFFS, INDICES, SCORES = torch.zeros(2, dtype=torch.int32), torch.zeros(6, dtype=torch.int32), torch.zeros(3, 2)
 
 
@@ -297,24 +375,35 @@ OFFS, INDICES, SCORES = torch.zeros(2, dtype=torch.int32), torch.zeros(6, dtype=
         ("narrow_tokens", [X, M[0], OFFS], "m", "2"),
         ("narrow_tokens", [X, M, OFFS[:1]], "offs", "1"),
         ("narrow_tokens", [X, M, OFFS.long()], "offs", "int64"),
-        ("narrow_tokens", [X, M, OFFS, INDICES.long(), 2], "indices", "int64"),
-        ("narrow_tokens", [X, M, OFFS, INDICES], "top_k", "None"),
-        ("narrow_tokens", [X, M, OFFS, None, 2], "indices", "None"),
-        ("narrow_tokens", [X, M, OFFS, INDICES, 0], "top_k", "0"),
-        ("outer_tokens", [U.float(), X, OFFS, None, INDICES, 2], "u", "float32"),
-        ("outer_tokens", [U, X.float(), OFFS, None, INDICES, 2], "x", "float32"),
-        ("outer_tokens", [U.t(), X, OFFS, None, INDICES, 2], "u", "stride 4"),
-        ("outer_tokens", [U, X.t(), OFFS, None, INDICES, 2], "x", "stride 8"),
+        ("narrow_tokens", [X, M, OFFS, *BF16_X, INDICES.long(), 2], "indices", "int64"),
+        ("narrow_tokens", [X, M, OFFS, *BF16_X, INDICES], "top_k", "None"),
+        ("narrow_tokens", [X, M, OFFS, *BF16_X, None, 2], "indices", "None"),
+        ("narrow_tokens", [X, M, OFFS, *BF16_X, INDICES, 0], "top_k", "0"),
+        ("narrow_tokens", [Q, M, OFFS], "x", "float8_e4m3fn"),
+        ("narrow_tokens", [X, M, OFFS, SCALE, "blockwise"], "x", "bfloat16"),
+        ("narrow_tokens", [Q, M, OFFS, SCALE], "format", "None"),
+        ("narrow_tokens", [X, M, OFFS, None, "rowwise"], "x_scale", "None"),
+        ("narrow_tokens", [Q, M, OFFS, SCALE, "mxfp8"], "format", "'mxfp8'"),
+        ("narrow_tokens", [Q, M, OFFS, SCALE.half(), "blockwise"], "x_scale", "float16"),
+        ("narrow_tokens", [Q, M, OFFS, SCALE[:2], "blockwise"], "x_scale", "2"),
+        ("narrow_tokens", [Q, M, OFFS, SCALE, "rowwise"], "x_scale", "2"),
+        ("outer_tokens", [U.float(), X, OFFS, None, *BF16_X, INDICES, 2], "u", "float32"),
+        ("outer_tokens", [U, X.float(), OFFS, None, *BF16_X, INDICES, 2], "x", "float32"),
+        ("outer_tokens", [U, Q, OFFS, None, *BF16_X, INDICES, 2], "x", "float8_e4m3fn"),
+        ("outer_tokens", [U, Q, OFFS, None, SCALE[:, :0], "blockwise", INDICES, 2], "x_scale", "0"),
+        ("outer_tokens", [U, Q, OFFS, None, SCALE, "mxfp8_rowmajor", INDICES, 2], "format", "'mxfp8_rowmajor'"),
+        ("outer_tokens", [U.t(), X, OFFS, None, *BF16_X, INDICES, 2], "u", "stride 4"),
+        ("outer_tokens", [U, X.t(), OFFS, None, *BF16_X, INDICES, 2], "x", "stride 8"),
         ("outer_tokens", [U, X, OFFS], "u", "6"),
-        ("outer_tokens", [U[:5], X, OFFS, None, INDICES, 2], "u", "5"),
-        ("outer_tokens", [U, X, OFFS.long(), None, INDICES, 2], "offs", "int64"),
-        ("outer_tokens", [U, X, OFFS, SCORES.half(), INDICES, 2], "scores", "float16"),
-        ("outer_tokens", [U, X, OFFS, SCORES.t(), INDICES, 2], "scores", "stride"),
-        ("outer_tokens", [U, X, OFFS, SCORES[:2], INDICES, 2], "scores", "4"),
+        ("outer_tokens", [U[:5], X, OFFS, None, *BF16_X, INDICES, 2], "u", "5"),
+        ("outer_tokens", [U, X, OFFS.long(), None, *BF16_X, INDICES, 2], "offs", "int64"),
+        ("outer_tokens", [U, X, OFFS, SCORES.half(), *BF16_X, INDICES, 2], "scores", "float16"),
+        ("outer_tokens", [U, X, OFFS, SCORES.t(), *BF16_X, INDICES, 2], "scores", "stride"),
+        ("outer_tokens", [U, X, OFFS, SCORES[:2], *BF16_X, INDICES, 2], "scores", "4"),
         ("outer_tokens", [U[:3], X, OFFS, SCORES], "scores", "6"),
-        ("outer_tokens", [U, X, OFFS, SCORES, INDICES], "top_k", "None"),
-        ("outer_tokens", [U, X, OFFS, None, None, 2], "indices", "None"),
-        ("outer_tokens", [U, X, OFFS, SCORES, INDICES, 2, torch.float16], "out_dtype", "float16"),
+        ("outer_tokens", [U, X, OFFS, SCORES, *BF16_X, INDICES], "top_k", "None"),
+        ("outer_tokens", [U, X, OFFS, None, *BF16_X, None, 2], "indices", "None"),
+        ("outer_tokens", [U, X, OFFS, SCORES, *BF16_X, INDICES, 2, torch.float16], "out_dtype", "float16"),
     ],
 )
 def test_errors(op, args, argument, got, device):

@@ -434,12 +434,22 @@ def sorted_rows(r: random.Random) -> tuple[int, int, int, dict[str, object]]:
     return t, p, t * top_k, {"indices": slots(r, t * top_k, p), "top_k": top_k}
 
 
+def tokens_for_factors(r: random.Random, t: int) -> tuple[Tensor, dict[str, object]]:
+    """Tokens in bfloat16, or quantized with powers of two, so that sums are exact."""
+    x = integers(r, torch.bfloat16, t, r.choice(COLUMNS))
+    if r.random() < 0.5:
+        return x, {}
+    format = r.choice(("rowwise", "blockwise"))
+    q, scale = torch.ops.moe_fp8.quantize_rows(x, format, dtype=r.choice(FP8_DTYPES), rounding="pow2")
+    return q, {"x_scale": scale, "format": format}
+
+
 @op
 def narrow_tokens(r: random.Random) -> Call:
     t, p, _, how = sorted_rows(r)
-    w, e = r.choice(COLUMNS), r.choice(EXPERTS)
-    m = integers(r, torch.bfloat16, e, r.choice(RANKS), w)
-    return [integers(r, torch.bfloat16, t, w), m, offsets(r, p, e)], how
+    x, scales = tokens_for_factors(r, t)
+    m = integers(r, torch.bfloat16, r.choice(EXPERTS), r.choice(RANKS), x.shape[1])
+    return [x, m, offsets(r, p, len(m))], how | scales
 
 
 @op
@@ -449,8 +459,8 @@ def outer_tokens(r: random.Random) -> Call:
         scores = torch.randint(-4, 5, (count,), generator=generator(r)).float()
         how["scores"] = scores.view(t, -1) if t and r.random() < 0.5 else scores
     how["out_dtype"] = r.choice((None, torch.bfloat16, torch.float32))
-    u, x = (integers(r, torch.bfloat16, rows, r.choice(sizes)) for rows, sizes in ((p, RANKS), (t, COLUMNS)))
-    return [u, x, offsets(r, p)], how
+    x, scales = tokens_for_factors(r, t)
+    return [integers(r, torch.bfloat16, p, r.choice(RANKS)), x, offsets(r, p)], how | scales
 
 
 @op

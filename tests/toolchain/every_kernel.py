@@ -274,6 +274,12 @@ def cases_of_low_rank() -> Iterator[Call]:
         for dtype in (torch.bfloat16, torch.float32):
             yield "outer_tokens", OPS.outer_tokens, (u, x, offs, scores), by_slot | {"out_dtype": dtype}
             yield "outer_tokens", OPS.outer_tokens, (u[:300], x, offs.clamp(max=290)), {"out_dtype": dtype}
+    for rank, width, fmt, dtype in itertools.product((8, 24), (144, 1037), ("rowwise", "blockwise"), HARDWARE):
+        m, u = ternary(9, rank, width), ternary(1200, rank)
+        q, scale = OPS.quantize_rows(ternary(300, width), fmt, dtype=dtype, rounding="pow2")
+        how = by_slot | {"x_scale": scale, "format": fmt}
+        yield f"narrow_tokens {fmt}", OPS.narrow_tokens, (q, m, offs), how
+        yield f"outer_tokens {fmt}", OPS.outer_tokens, (u, q, offs, scores), how
 
 
 def products(fmt: str, sizes: tuple[int, int, int], offs: Tensor) -> Iterator[Call]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from guarded import GuardedMemory
+from simt_scales import FP8_TYPES, Scales
 from torch import Tensor
 
 from moe_fp8_ext.reference.numerics import FORMATS
@@ -24,6 +25,13 @@ def columns_of(*tensors: Tensor | None) -> list[tuple[int, ...]]:
         for i, t in enumerate(matrices)
         if t is not None
     ]
+
+
+def types_of_tokens(x: Tensor, scale: Tensor | None, format: str | None) -> tuple[int, object]:
+    """The type and the scales of tokens, for struct TokenRows."""
+    if scale is None:
+        return 0, None
+    return FP8_TYPES.index(x.dtype), ctypes.byref(Scales.of(x, scale, format))
 
 
 class TokenKernels:
@@ -206,9 +214,12 @@ class TokenKernels:
         offs: Tensor,
         indices: Tensor | None = None,
         top_k: int | None = None,
+        x_scale: Tensor | None = None,
+        format: str | None = None,
     ) -> None:
+        of_x = x, len(x), x.stride(0), *types_of_tokens(x, x_scale, format)
         of_m = m, *m.shape, *m.stride()[:2]
-        self._call("narrow_tokens", x, len(x), x.stride(0), *of_m, offs, indices, top_k or 0, out, len(out))
+        self._call("narrow_tokens", *of_x, *of_m, offs, indices, top_k or 0, out, len(out))
 
     def _outer_tokens(
         self,
@@ -221,8 +232,10 @@ class TokenKernels:
         indices: Tensor | None = None,
         top_k: int | None = None,
         out_dtype: torch.dtype | None = None,
+        x_scale: Tensor | None = None,
+        format: str | None = None,
     ) -> None:
-        of_u, of_x = (u, *u.shape, u.stride(0)), (x, *x.shape, x.stride(0))
+        of_u, of_x = (u, *u.shape, u.stride(0)), (x, *x.shape, x.stride(0), *types_of_tokens(x, x_scale, format))
         rows = scores, indices, top_k or 0
         self._call("outer_tokens", *of_u, *of_x, offs, len(offs), *rows, out, out_dtype == torch.float32)
 

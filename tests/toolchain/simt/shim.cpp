@@ -330,22 +330,28 @@ extern "C" const char* simt_combine(const void* y, const int* inverse, const voi
   return outcome(combine(p, nullptr));
 }
 
-// Takes rows by index if there is an index.
-extern "C" const char* simt_narrow_tokens(const uint16_t* x, int64_t T, int64_t x_stride, const uint16_t* m,
-                                          int64_t E, int64_t R, int64_t W, int64_t m_expert_stride, int64_t m_stride,
-                                          const int* offs, const int* indices, int64_t top_k, uint16_t* out,
-                                          int64_t P) {
-  const RowIndex source = indices ? RowIndex(indices, T, top_k) : RowIndex();
-  return outcome(narrow_tokens({x, m, offs, source, out, P, E, R, W, x_stride, m_expert_stride, m_stride}, nullptr));
+// Rows of x in bfloat16, or in FP8 with scales.
+static TokenRows token_rows(const void* x, int64_t stride, int fp8, const Scales* scale) {
+  return scale ? TokenRows{x, stride, true, Fp8Type(fp8), scale->get()} : TokenRows{x, stride};
 }
 
-extern "C" const char* simt_outer_tokens(const uint16_t* u, int64_t P, int64_t R, int64_t u_stride, const uint16_t* x,
-                                         int64_t T, int64_t W, int64_t x_stride, const int* offs, int64_t E,
-                                         const float* scores, const int* indices, int64_t top_k, void* out,
-                                         bool is_float32) {
+// Takes rows by index if there is an index.
+extern "C" const char* simt_narrow_tokens(const void* x, int64_t T, int64_t x_stride, int fp8, const Scales* scale,
+                                          const uint16_t* m, int64_t E, int64_t R, int64_t W, int64_t m_expert_stride,
+                                          int64_t m_stride, const int* offs, const int* indices, int64_t top_k,
+                                          uint16_t* out, int64_t P) {
   const RowIndex source = indices ? RowIndex(indices, T, top_k) : RowIndex();
-  const OuterTokensParams p = {u, x, offs, source, scores, out, P, E, R, W, u_stride, x_stride, is_float32};
-  return outcome(outer_tokens(p, nullptr));
+  const TokenRows rows = token_rows(x, x_stride, fp8, scale);
+  return outcome(narrow_tokens({rows, m, offs, source, out, P, E, R, W, m_expert_stride, m_stride}, nullptr));
+}
+
+extern "C" const char* simt_outer_tokens(const uint16_t* u, int64_t P, int64_t R, int64_t u_stride, const void* x,
+                                         int64_t T, int64_t W, int64_t x_stride, int fp8, const Scales* scale,
+                                         const int* offs, int64_t E, const float* scores, const int* indices,
+                                         int64_t top_k, void* out, bool is_float32) {
+  const RowIndex source = indices ? RowIndex(indices, T, top_k) : RowIndex();
+  const TokenRows rows = token_rows(x, x_stride, fp8, scale);
+  return outcome(outer_tokens({u, rows, offs, source, scores, out, P, E, R, W, u_stride, is_float32}, nullptr));
 }
 
 extern "C" const char* simt_cast_factor(const void* m, void* out, const int64_t* dims, double scaling, int in,
