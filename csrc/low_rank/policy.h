@@ -14,12 +14,12 @@ constexpr int kNarrowRows = 32;   // of a window: 32 rows 73 us, 16 rows 82, 64 
 // of one step and 6 blocks, it took 110 us.
 constexpr int narrow_blocks(int ranks) { return ranks <= 16 ? 4 : 3; }
 
-// ---- outer_tokens(): a block has 64 columns of an expert, and its warps share the rows of the group -----------------
+// ---- outer_tokens(): a block has 8 pieces of 16 bytes of each row of an expert, and its warps share the rows ---------
 
 // 4 warps and 6 blocks 111 us, 8 warps and 3 blocks 126. If few experts have most rows, 129 and 124.
 constexpr int kOuterWarps = 4;
 
-// Resident blocks, against registers: a lane holds `sums` * 2 sums. With 32, 4 blocks took 132 us.
+// Resident blocks, against registers: a lane holds sums * 2 sums. 4 blocks at 16, which is rank 16, took 132 us.
 constexpr int outer_blocks(int sums) { return sums <= 16 ? 6 : 4; }
 
 // ---- cast_factor() --------------------------------------------------------------------------------------------------
