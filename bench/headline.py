@@ -156,6 +156,6 @@ def said(at: str, sonicmoe: dict | None, whole: dict | None) -> str:
         parts.append(f"Training: steps {means} of models cut to {layers} layers, {place}.")
     _, sonic_at = over_sonicmoe(sonicmoe)
     if sonic_at:
-        where = "without FP8 copies of weights ([with them](docs/beside.md))"
-        parts.append(f"SonicMoE: on {sonic_at}; memory is {where}.")
+        parts.append(f"The pictures also show SonicMoE, measured on {sonic_at}.")
+        parts.append("Memory in the pictures does not count FP8 copies of weights ([with them](docs/beside.md)).")
     return " ".join([*parts, "[Sizes, methods, other recipes](docs/performance.md)."])

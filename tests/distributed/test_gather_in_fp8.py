@@ -284,8 +284,8 @@ def check_products(recipe: str, rank: int, folder: Path) -> None:
 
 
 def check_documents(recipe: str, rank: int, folder: Path) -> None:
-    """Runs the block of docs/fsdp2.md."""
-    (block,) = blocks("docs/fsdp2.md")
+    """Runs the block of docs/fsdp2.md that gathers in FP8."""
+    (block,) = blocks("docs/fsdp2.md", "Gather weights in FP8")
     model = Model("rowwise")
     exec(block, {"model": model, "fully_shard": fully_shard, "moe_fp8_ext": moe_fp8_ext, "policy": MIXED})
     _, bytes = train(model, rank)

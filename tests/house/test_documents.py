@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, blocks
+from processes import NEEDS_GLOO, in_processes
 from torch import nn
 
 import moe_fp8_ext
@@ -33,7 +34,7 @@ OWN_TEST = {"docs/troubleshooting.md": "test_troubleshooting.py"}
 # ---- Python ----------------------------------------------------------------------------------------------------------
 
 E, D, F, TOKENS, TOP_K = 8, 256, 128, 1000, 2  # as docs/layer.md has them
-SMALLER = {"256, 7168, 8,": f"{E}, {D}, {TOP_K},", "256, 7168, 2048": f"{E}, {D}, {F}"}  # than DeepSeek-V3
+SMALLER = {"256, 7168, 2048": f"{E}, {D}, {F}"}  # than DeepSeek-V3
 
 
 def run(page: str, **given: object) -> dict[str, object]:
@@ -48,11 +49,8 @@ def run(page: str, **given: object) -> dict[str, object]:
 
 def of_layer() -> dict[str, object]:
     """What docs/layer.md takes for granted."""
-    shared = nn.Linear(D, D, bias=False, dtype=torch.bfloat16)
     counts = torch.full((2, E), TOKENS // (2 * E), dtype=torch.int32)
-    optimizer = torch.optim.SGD(shared.parameters())
-    activation = nn.functional.silu
-    return dict(shared_experts=shared, optimizer=optimizer, counts=counts, num_ranks=2, my_activation=activation)
+    return dict(counts=counts, num_ranks=2, my_activation=nn.functional.silu)
 
 
 def of_training() -> dict[str, object]:
@@ -131,6 +129,9 @@ def leaves_have_gradients(names: dict[str, object]) -> None:
         "shared_experts.weight",
     ]
     assert names["y"].shape[1] == D and names["out"].shape == names["x"].shape
+    experts, checkpoint = names["layer"].experts, names["checkpoint"]
+    assert experts.gate_up_proj[1, F:].equal(checkpoint["1.up_proj.weight"])
+    assert experts.down_proj[1].equal(checkpoint["1.down_proj.weight"])
 
 
 def main_grads_are_added(names: dict[str, object]) -> None:
@@ -138,6 +139,10 @@ def main_grads_are_added(names: dict[str, object]) -> None:
     assert not [*names["experts"].parameters()] and names["experts"].down_proj.q_t is None
     assert names["values"].shape == names["w"].shape and names["y"].shape == (TOKENS, F)
     assert names["delayed"].waiting == 0 and names["w_down"].grad.any()
+    assert all(p.equal(q) for p, q in zip(names["moe"].parameters(), names["resumed"].parameters(), strict=True))
+    assert names["optimizer"].state[names["resumed"].experts.down_proj]["exp_avg"].any()
+    call = names["x"].detach(), names["topk_ids"], names["topk_scores"]
+    assert names["again"](*call).equal(names["experts"](*call))
 
 
 RUN_HERE: dict[str, tuple[Callable[[], dict[str, object]], Callable[[dict[str, object]], None] | None]] = {
@@ -159,6 +164,29 @@ def test_blocks(page: str) -> None:
     names = run(page, **given())
     if check:
         check(names)
+
+
+def train_over_ranks(rank: int, page: str) -> None:
+    """Runs the example of docs/ddp.md or docs/fsdp2.md. Ranks with different tokens train the same model."""
+    (block,) = blocks("docs/ddp.md") if page == "docs/ddp.md" else blocks("docs/fsdp2.md", "A whole example")
+    torch.manual_seed(rank)
+    names: dict[str, object] = {}
+    exec(block, names)
+    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in names["model"].state_dict().values()]
+    for t in whole:
+        of_ranks = [torch.empty_like(t) for _ in range(2)]
+        torch.distributed.all_gather(of_ranks, t)
+        assert of_ranks[0].equal(of_ranks[1]) and t.isfinite().all()
+    outs = [torch.empty_like(names["out"]) for _ in range(2)]
+    torch.distributed.all_gather(outs, names["out"].detach())
+    assert not outs[0].equal(outs[1])
+    assert page == "docs/fsdp2.md" or names["router"].e_score_correction_bias.any()
+
+
+@NEEDS_GLOO
+@pytest.mark.parametrize("page", ["docs/ddp.md", "docs/fsdp2.md"])
+def test_examples_over_ranks(page: str) -> None:
+    in_processes(2, train_over_ranks, page)
 
 
 @functools.cache
