@@ -14,7 +14,7 @@ constexpr int kNarrowRows = 32;   // of a window: 32 rows 73 us, 16 rows 82, 64 
 // of one step and 6 blocks, it took 110 us.
 constexpr int narrow_blocks(int ranks) { return ranks <= 16 ? 4 : 3; }
 
-// ---- outer_tokens(): a block has 8 pieces of 16 bytes of each row of an expert, and its warps share the rows ---------
+// ---- outer_tokens(): a block has 8 pieces of 16 bytes of an expert's rows, and its warps share the rows -------------
 
 // 4 warps and 6 blocks 111 us, 8 warps and 3 blocks 126. If few experts have most rows, 129 and 124.
 constexpr int kOuterWarps = 4;
