@@ -27,7 +27,7 @@ from moe_fp8_ext.ops.checks import (
     check_sizes,
     require,
 )
-from moe_fp8_ext.ops.dispatch import needs_gradient
+from moe_fp8_ext.ops.dispatch import needs_gradient, reshaped
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import quantize_weight
@@ -331,16 +331,16 @@ class MoE(nn.Module):
         if ep is None:
             tokens = _tokens_of(x)
             routing = self._route(x, tokens, mask, topk_ids, topk_scores)
-            out = self.experts(tokens, routing.topk_ids, routing.topk_scores).view(x.shape)
+            out = reshaped(self.experts(tokens, routing.topk_ids, routing.topk_scores), x.shape)
             return out if self.shared_experts is None else out + self.shared_experts(x), routing.loss
         with ep.errors_on_all_ranks():
             tokens = _tokens_of(x)
             routing = self._route(x, tokens, mask, topk_ids, topk_scores)
         call = tokens, routing.topk_ids, routing.topk_scores
         if self.shared_experts is None:
-            return self.experts(*call).view(x.shape), routing.loss
+            return reshaped(self.experts(*call), x.shape), routing.loss
         out = self.experts(*call, shared_experts=lambda t: self.shared_experts(t.view(x.shape)).view(t.shape))
-        return out.view(x.shape), routing.loss
+        return reshaped(out, x.shape), routing.loss
 
     def _route(self, x: Tensor, tokens: Tensor, mask: Tensor | None, *given_slots: Tensor | None) -> Routing:
         given = {} if mask is None else {"mask": mask}

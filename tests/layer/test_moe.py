@@ -487,3 +487,16 @@ def test_export_with_any_number_of_tokens(strict, recipe):
         for count in (3, 35, 100):
             x = torch.randn(2, count, 32)
             assert_same(program.module()(x)[0], model(x)[0])
+
+
+@pytest.mark.parametrize("shape", [(D,), (50, D), (2, 25, D), (0, D)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_output_is_a_view(shape, shared, device):
+    """If a caller writes to an output that is a view, autograd replaces the node that hooks of modules belong to."""
+    layer = MoE(router(device), Experts(E, D, F, device=device), nn.Linear(D, D, device=device) if shared else None)
+    x = torch.randn(shape, device=device)
+    out, loss = layer(x)
+    routing = layer.gate(x.reshape(-1, D))
+    assert out.shape == x.shape
+    for t in (out, loss, *routing, layer.experts(x.reshape(-1, D), routing.topk_ids, routing.topk_scores)):
+        assert not t._is_view()
