@@ -25,6 +25,7 @@ from moe_fp8_ext.ops.checks import (
     check_one_of,
     check_parameter_dtype,
     check_sizes,
+    fail,
     require,
 )
 from moe_fp8_ext.ops.dispatch import needs_gradient, reshaped
@@ -127,6 +128,7 @@ class Experts(nn.Module):
         for name, (n, k) in sizes.items() if lora_rank is not None else ():
             for letter, size in (("A", (lora_rank, k)), ("B", (n, lora_rank))):
                 self.register_parameter(f"{name}_lora_{letter}", self._parameter(*size, device=device, dtype=dtype))
+        self.register_load_state_dict_pre_hook(_check_frozen)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -248,6 +250,21 @@ class Experts(nn.Module):
         main_grad = getattr(weight, "main_grad", None)
         require(main_grad is not None, f"Experts: {name} must have a main_grad with main_grad=True, got none")
         return main_grad
+
+
+def _check_frozen(experts: Experts, state_dict: dict[str, object], prefix: str, *_: object) -> None:
+    """Runs before a state dict is loaded. Raises if a weight is frozen in the module and not there, or the reverse.
+
+    Also with strict=False, as for sizes that differ.
+    """
+    for name in (experts.up, "down_proj"):
+        is_frozen = isinstance(getattr(experts, name), FrozenWeight)
+        if is_frozen and f"{prefix}{name}" in state_dict:
+            text = f"{prefix}{name} of the state dict must be frozen as the module's, got a trained weight"
+            fail("Experts", f"{text}; load the state dict first, and then call freeze_()")
+        if not is_frozen and f"{prefix}{name}.q_bytes" in state_dict:
+            text = f"{prefix}{name} of the state dict must be trained as the module's, got a frozen weight"
+            fail("Experts", f"{text}; call freeze_() first, of a module with the recipe of the state dict")
 
 
 def _tokens_of(x: Tensor) -> Tensor:
