@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -106,11 +107,13 @@ def _zero_counts(router: Router, state_dict: dict[str, object], prefix: str, *_:
         router.tokens_per_expert.zero_()
 
 
-def _move_counts(router: Router, _: object) -> None:
-    """Runs after a state dict was loaded. With assign=True, a module on the meta device has its bias elsewhere now."""
+def _adjust_buffers(router: Router, _: object) -> None:
+    """Runs after a state dict was loaded. With assign=True, the bias is the state dict's, of its device and dtype."""
     counts, bias = router.tokens_per_expert, router.e_score_correction_bias
-    if counts is not None and bias is not None and counts.device != bias.device:
-        router.tokens_per_expert = torch.zeros_like(bias, dtype=torch.int64)
+    if counts is not None and bias is not None:
+        router.e_score_correction_bias = bias.float()
+        if counts.device != bias.device:
+            router.tokens_per_expert = torch.zeros_like(bias, dtype=torch.int64)
 
 
 class Router(nn.Module):
@@ -124,8 +127,8 @@ class Router(nn.Module):
 
     Attributes:
         weight: [E, D].
-        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves; None where bias_rate is 0. Casting the
-            whole module casts it too, and bfloat16 loses small steps: construct the router with `dtype` instead.
+        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves; None where bias_rate is 0. It stays
+            float32 if the module is cast, such as by `model.bfloat16()`, because bfloat16 loses small steps.
         tokens_per_expert: [E] int64, how often each expert was chosen in training since the last `update_bias`; None
             where bias_rate is 0. State dicts leave it out. Loading a state dict that has the bias sets it to zero. If
             activation checkpointing recomputes a forward, its tokens may count twice.
@@ -194,8 +197,17 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", bias if balanced else None)
         self.register_buffer("tokens_per_expert", counts if balanced else None, persistent=False)
         self.register_load_state_dict_pre_hook(_zero_counts)
-        self.register_load_state_dict_post_hook(_move_counts)
+        self.register_load_state_dict_post_hook(_adjust_buffers)
         self.reset_parameters()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Applies fn to all tensors, as `to` and `bfloat16` do, and keeps the bias in float32."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        bias = self.e_score_correction_bias
+        if bias is not None and bias.dtype != torch.float32:
+            self.e_score_correction_bias = before.to(bias.device, torch.float32)  # not the values that were cast
+        return self
 
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape

@@ -489,6 +489,27 @@ def test_export_with_any_number_of_tokens(strict, recipe):
             assert_same(program.module()(x)[0], model(x)[0])
 
 
+@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
+def test_casts_keep_the_bias_in_float32(cast, device):
+    """bfloat16 has steps of 2^-9 from 0.5 on, so steps of 1e-3 would move nothing."""
+    made = router(device, bias_rate=1e-3)
+    before = made.e_score_correction_bias.clone()
+    layer = cast(nn.Sequential(made))
+    assert made.weight.dtype != torch.float32
+    assert_same(made.e_score_correction_bias, before)
+    for _ in range(100):
+        made.tokens_per_expert[0] = 9
+        made.update_bias()
+    # Each of the 100 sums of numbers below 4 rounds by 2^-23 at most, and the step itself by less.
+    assert made.e_score_correction_bias[0].item() == pytest.approx(before[0].item() - 0.1, abs=100 * 2**-22)
+    meta = layer.to("meta")[0].bfloat16()
+    assert meta.e_score_correction_bias.dtype == torch.float32 and meta.e_score_correction_bias.is_meta
+    state = {n: t.bfloat16() for n, t in router(device, bias_rate=1e-3).state_dict().items()}
+    made.load_state_dict(state, assign=True)
+    assert made.weight.dtype == torch.bfloat16 and made.tokens_per_expert.device == made.weight.device
+    assert_same(made.e_score_correction_bias, state["e_score_correction_bias"].float())
+
+
 @pytest.mark.parametrize("shape", [(D,), (50, D), (2, 25, D), (0, D)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_no_output_is_a_view(shape, shared, device):
