@@ -37,6 +37,19 @@ if TYPE_CHECKING:
     from moe_fp8_ext.distributed import ExpertParallel
 
 
+def _fixed(name: str, read: Callable[[nn.Module], object], instead: str = "construct another module") -> property:
+    """An argument of a constructor as an attribute that can be read alone: forward would not see an assigned value."""
+
+    def refuse(module: nn.Module, value: object) -> None:
+        raise AttributeError(f"{type(module).__name__}: {name} must not be assigned, got {value!r}; {instead}")
+
+    return property(read, refuse, doc=f"The argument {name} of the constructor.")
+
+
+def _option(name: str, **how: str) -> property:
+    return _fixed(name, lambda module: module.options[name], **how)
+
+
 class Experts(nn.Module):
     """The routed experts: `experts` with its own parameters.
 
@@ -57,6 +70,8 @@ class Experts(nn.Module):
         down_proj_bias: [E, D], with bias.
         gate_up_proj_lora_A, gate_up_proj_lora_B: [E, r, D] and [E, 2 F, r], with lora_rank; likewise of down_proj, or
             of up_proj.
+        num_experts, hidden_size, intermediate_size, recipe, activation, interleaved, keep, main_grad,
+        delay_wgrad, lora_rank: as constructed. Assigning one raises; `convert_` changes the recipe.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, of all ranks together, D and F.
@@ -76,6 +91,15 @@ class Experts(nn.Module):
         RuntimeError: num_experts or the recipe differs from ep's. In forward: a weight that needs a gradient has
             no main_grad; otherwise as in `experts`, or as in `ExpertParallel.experts`.
     """
+
+    recipe = _option("recipe", instead="call moe_fp8_ext.convert_(module, recipe)")
+    activation, interleaved, keep = map(_option, ("activation", "interleaved", "keep"))
+    num_experts = _fixed("num_experts", lambda module: module._num_experts)
+    hidden_size = _fixed("hidden_size", lambda module: module.down_proj.shape[1])
+    intermediate_size = _fixed("intermediate_size", lambda module: module.down_proj.shape[2])
+    main_grad = _fixed("main_grad", lambda module: module.adds_to_main_grad)
+    delay_wgrad = _fixed("delay_wgrad", lambda module: module.delayed is not None)
+    lora_rank = _fixed("lora_rank", lambda module: module._lora_rank)
 
     def __init__(
         self,
@@ -102,7 +126,7 @@ class Experts(nn.Module):
         for name, value in flags.items():
             check_bool("Experts", name, value)
         self.delayed = DelayedWgrads() if delay_wgrad else None
-        self.num_experts, self.ep, self.adds_to_main_grad = num_experts, ep, main_grad
+        self._num_experts, self.ep, self.adds_to_main_grad = num_experts, ep, main_grad
         self.frozen_mesh = None  # over which weights were sharded that `freeze_` has quantized
         recipe = get_recipe(recipe, "Experts")
         self.options = dict(recipe=recipe, activation=activation, interleaved=interleaved, keep=keep)
@@ -112,7 +136,7 @@ class Experts(nn.Module):
         check_sizes("Experts", num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_parameter_dtype("Experts", dtype)
         check_adapter_numbers("Experts", "lora_scaling", "lora_dropout", lora_scaling, lora_dropout)
-        self.lora_rank, self.lora_scaling, self.lora_dropout = lora_rank, lora_scaling, lora_dropout
+        self._lora_rank, self.lora_scaling, self.lora_dropout = lora_rank, lora_scaling, lora_dropout
         if lora_rank is not None:
             check_int("Experts", "lora_rank", lora_rank)
             in_range = 1 <= lora_rank <= MAX_RANK
@@ -285,7 +309,7 @@ class MoE(nn.Module):
     """A router, the experts that it chooses from, and optional experts that every token uses.
 
     Attributes:
-        gate: the router. State dicts have these three names.
+        gate: the router. State dicts have these three names. Assigning `router` raises.
         experts: the experts.
         shared_experts: the experts that every token uses, or None.
 
@@ -334,6 +358,11 @@ class MoE(nn.Module):
             require(size == takes, f"MoE: experts must have the hidden_size of router, {size}, got {takes}")
         self.gate, self.experts, self.shared_experts = router, experts, shared_experts
         self.num_fused_shared = num_fused_shared
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "router":  # a property would not do: torch registers a module without a look at the class
+            raise AttributeError("MoE: router must not be assigned; the attribute of the router is gate")
+        super().__setattr__(name, value)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, topk_ids: Tensor | None = None, topk_scores: Tensor | None = None

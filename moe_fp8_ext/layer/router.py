@@ -299,7 +299,10 @@ class Router(nn.Module):
         broadcast_buffers=True, its default, replaces them by the buffers of rank 0: in its first forward, and in
         the first forward after each backward that synchronizes gradients.
         """
-        require(self.tokens_per_expert is not None, "Router: bias_rate must not be 0 for update_bias, got 0")
+        require(
+            self.tokens_per_expert is not None,
+            "Router: the constructor's bias_rate must not be 0 for update_bias, got 0",
+        )
         counts = self.tokens_per_expert.double()
         self.e_score_correction_bias.add_(self.bias_rate * (counts.mean() - counts).sign().float())
         self.tokens_per_expert.zero_()

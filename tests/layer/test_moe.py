@@ -319,7 +319,9 @@ def test_counts_on_the_meta_device():
 
 
 def test_a_router_without_a_bias_has_none_to_move():
-    with pytest.raises(RuntimeError, match="^Router: bias_rate must not be 0 for update_bias, got 0$"):
+    with pytest.raises(
+        RuntimeError, match="^Router: the constructor's bias_rate must not be 0 for update_bias, got 0$"
+    ):
         router().update_bias()
 
 
@@ -487,6 +489,36 @@ def test_export_with_any_number_of_tokens(strict, recipe):
         for count in (3, 35, 100):
             x = torch.randn(2, count, 32)
             assert_same(program.module()(x)[0], model(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("recipe", "blockwise", r"call moe_fp8_ext.convert_\(module, recipe\)"),
+        *((name, "silu", "construct another module") for name in ("activation", "keep")),
+        *((name, True, "construct another module") for name in ("interleaved", "main_grad", "delay_wgrad")),
+        *((name, 9, "construct another module") for name in ("num_experts", "hidden_size", "intermediate_size")),
+        ("lora_rank", 9, "construct another module"),
+    ],
+)
+def test_arguments_of_the_constructor_are_read_only(name, value, instead):
+    """Forward would not see an assigned value."""
+    options = dict(recipe=Recipe("mxfp8"), activation="geglu", keep="bf16", lora_rank=2)
+    sizes = dict(num_experts=E, hidden_size=D, intermediate_size=F)
+    made = Experts(**sizes, **options)
+    before = getattr(made, name)
+    assert before == {**options, **sizes}.get(name, False)
+    with pytest.raises(AttributeError, match=f"^Experts: {name} must not be assigned, got {value!r}; {instead}$"):
+        setattr(made, name, value)
+    assert getattr(made, name) == before
+
+
+def test_the_router_of_a_layer_is_its_gate():
+    layer = MoE(router(), Experts(E, D, F))
+    with pytest.raises(AttributeError, match="^MoE: router must not be assigned; the attribute of the router is gate$"):
+        layer.router = router()
+    layer.gate = router(top_k=1)
+    assert layer.gate(tokens()).topk_ids.shape[1] == 1 and not hasattr(layer, "router")
 
 
 @pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
