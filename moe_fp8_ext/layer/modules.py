@@ -24,6 +24,7 @@ from moe_fp8_ext.ops.checks import (
     check_module,
     check_one_of,
     check_parameter_dtype,
+    check_shared,
     check_sizes,
     fail,
     require,
@@ -305,6 +306,18 @@ def check_fits(ep: ExpertParallel | None, num_experts: int, recipe: Recipe) -> N
         require(got == wanted, f"Experts: {name} must equal ep's, {wanted}, got {got}")
 
 
+def _check_forwards(router: nn.Module, experts: nn.Module) -> None:
+    """Refuses modules whose forward is known, and cannot be what MoE calls. Any other module may be one."""
+    others = MoE.forward, nn.Linear.forward
+    is_swapped = isinstance(router, Experts) or isinstance(experts, Router)
+    cause = "; modules are given as MoE(router, experts)" if is_swapped else ""
+    if type(router).forward in (Experts.forward, *others):
+        got = type(router).__name__
+        raise TypeError(f"MoE: router must be a Router, or a module that returns a Routing, got {got}{cause}")
+    if type(experts).forward in (Router.forward, *others):
+        raise TypeError(f"MoE: experts must be a module such as Experts, got {type(experts).__name__}{cause}")
+
+
 class MoE(nn.Module):
     """A router, the experts that it chooses from, and optional experts that every token uses.
 
@@ -325,7 +338,8 @@ class MoE(nn.Module):
     Raises:
         RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has, or for tokens of another size;
             or num_fused_shared is not as above.
-        TypeError: an argument is no module.
+        TypeError: an argument is no module, or one that cannot be meant, such as `Experts` for the router. In forward,
+            a RuntimeError: router returns no `Routing`, or shared_experts no tensor shaped as x.
     """
 
     def __init__(
@@ -339,6 +353,7 @@ class MoE(nn.Module):
         super().__init__()
         check_module("MoE", "router", router)
         check_module("MoE", "experts", experts)
+        _check_forwards(router, experts)
         if shared_experts is not None:
             check_module("MoE", "shared_experts", shared_experts)
         check_int("MoE", "num_fused_shared", num_fused_shared)
@@ -378,15 +393,18 @@ class MoE(nn.Module):
             tokens = _tokens_of(x)
             routing = self._route(x, tokens, mask, topk_ids, topk_scores)
             out = reshaped(self.experts(tokens, routing.topk_ids, routing.topk_scores), x.shape)
-            return out if self.shared_experts is None else out + self.shared_experts(x), routing.loss
+            return out if self.shared_experts is None else out + self._shared(x), routing.loss
         with ep.errors_on_all_ranks():
             tokens = _tokens_of(x)
             routing = self._route(x, tokens, mask, topk_ids, topk_scores)
         call = tokens, routing.topk_ids, routing.topk_scores
         if self.shared_experts is None:
             return reshaped(self.experts(*call), x.shape), routing.loss
-        out = self.experts(*call, shared_experts=lambda t: self.shared_experts(t.view(x.shape)).view(t.shape))
+        out = self.experts(*call, shared_experts=lambda t: self._shared(t.view(x.shape)).reshape(t.shape))
         return reshaped(out, x.shape), routing.loss
+
+    def _shared(self, x: Tensor) -> Tensor:
+        return check_shared("MoE", self.shared_experts(x), x)
 
     def _route(self, x: Tensor, tokens: Tensor, mask: Tensor | None, *given_slots: Tensor | None) -> Routing:
         given = {} if mask is None else {"mask": mask}
@@ -398,6 +416,8 @@ class MoE(nn.Module):
             require(got == x.shape[:-1], text)
             given[name] = t.reshape(len(tokens), *t.shape[len(got) :])
         routing = self.gate(tokens, **given)
+        text = "MoE: router must return a Routing (topk_ids, topk_scores, loss), got"
+        require(all(hasattr(routing, field) for field in Routing._fields), f"{text} {type(routing).__name__}")
         return self._with_fused(routing, given.get("mask")) if self.num_fused_shared else routing
 
     def _with_fused(self, routing: Routing, mask: Tensor | None) -> Routing:

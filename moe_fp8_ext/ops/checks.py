@@ -184,6 +184,19 @@ def check_dims(op: str, arg: str, x: Tensor, min_dims: int, max_dims: int) -> No
     require(min_dims <= x.dim() <= max_dims, f"{op}: {arg} must have {dims} dimensions, got {x.dim()}")
 
 
+def check_shared(op: str, shared: object, x: Tensor) -> Tensor:
+    """Checks the output of shared_experts for x, and returns it. Adding another shape would broadcast silently."""
+    if not isinstance(shared, Tensor):
+        fail(op, f"shared_experts must return a tensor, got {type(shared).__name__}")
+    if shared.shape != x.shape:
+        fail(op, f"shared_experts must return the shape of x, {list(x.shape)}, got {list(shared.shape)}")
+    if not shared.is_floating_point():
+        fail(op, f"shared_experts must return floating-point numbers as x, {x.dtype}, got {shared.dtype}")
+    if shared.device != x.device:
+        fail(op, f"shared_experts must return a tensor on the device of x, {x.device}, got {shared.device}")
+    return shared
+
+
 def check_unit_stride(op: str, arg: str, x: Tensor, dim: int) -> None:
     # The size may be symbolic. Testing the stride first avoids a guard on the size where the stride is enough.
     if x.stride(dim) != 1 and x.shape[dim] > 1 and x.numel() != 0:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from derivatives import check_no_second_derivative
 from experts_problem import exact
 from helpers import assert_same, sqnr_db
@@ -14,6 +15,7 @@ from torch.nn.functional import one_hot, softplus
 from torch.utils.checkpoint import checkpoint
 
 from moe_fp8_ext import Experts, MoE, Recipe, Router, experts, reference
+from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.matmul.float32 import float32_mm
 from moe_fp8_ext.quantization.cost import MANY_ROWS
 
@@ -276,6 +278,49 @@ def test_what_is_no_module(arg):
     modules = dict(router=router(), experts=Experts(E, D, F)) | {arg: len}
     with pytest.raises(TypeError, match=f"^MoE: {arg} must be a torch.nn.Module, got builtin_function_or_method$"):
         MoE(**modules)
+
+
+def test_modules_that_cannot_be_meant():
+    made, swapped = Experts(E, D, F), r"; modules are given as MoE\(router, experts\)"
+    for modules, text in (
+        ((made, router()), f"router must be a Router, or a module that returns a Routing, got Experts{swapped}"),
+        ((nn.Linear(D, E), made), "router must be a Router, or a module that returns a Routing, got Linear"),
+        ((MoE(router(), made), made), "router must be a Router, or a module that returns a Routing, got MoE"),
+        ((nn.Sequential(router()), router()), f"experts must be a module such as Experts, got Router{swapped}"),
+        ((router(), nn.Linear(D, D)), "experts must be a module such as Experts, got Linear"),
+    ):
+        with pytest.raises(TypeError, match=f"^MoE: {text}$"):
+            MoE(*modules)
+    x = tokens()
+    assert_same(MoE(nn.Sequential(router()), made)(x)[0], MoE(router(), made)(x)[0])
+    layer = MoE(nn.Sequential(nn.Linear(D, E)), made)
+    with pytest.raises(RuntimeError, match=r"^MoE: router must return a Routing \(topk_ids, .*\), got Tensor$"):
+        layer(x)
+
+
+@pytest.mark.parametrize("has_ep", [False, True])
+def test_errors_of_shared_experts(has_ep, request):
+    """A wrong shape would broadcast, or raise an error that names no argument."""
+    ep = None
+    if has_ep:
+        request.getfixturevalue("world_of_one")
+        ep = ExpertParallel(dist.group.WORLD, E, TOP_K)
+
+    layer, x = MoE(router(), Experts(E, D, F, ep=ep), nn.Identity()), tokens().view(2, 25, D)
+    for forward, text in (
+        (lambda x: x[..., :1], r"the shape of x, \[2, 25, 64\], got \[2, 25, 1\]"),
+        (lambda x: x[:1], r"the shape of x, \[2, 25, 64\], got \[1, 25, 64\]"),
+        (lambda x: (x, None), "a tensor, got tuple"),
+        (lambda x: x.long(), "floating-point numbers as x, torch.float32, got torch.int64"),
+        (lambda x: x.to("meta"), "a tensor on the device of x, cpu, got meta"),
+    ):
+        layer.shared_experts.forward = forward
+        with pytest.raises(RuntimeError, match=f"^MoE: shared_experts must return {text}$"):
+            layer(x)
+    if has_ep:
+        routing = layer.gate(x.view(50, D))
+        with pytest.raises(RuntimeError, match=r"^ExpertParallel: shared_experts must return .*, got \[50, 1\]$"):
+            layer.experts(x.view(50, D), *routing[:2], shared_experts=lambda x: x[:, :1])
 
 
 def test_numbers_of_numpy():
