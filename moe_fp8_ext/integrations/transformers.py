@@ -354,5 +354,6 @@ def _weight(module: torch.nn.Module, name: str) -> Tensor | Quantized:
     """Returns a weight as `experts` takes it: as [E, N, K], or in FP8 as it is stored."""
     weight = peft.weight(module, name)
     if weight.dtype not in INPUT_DTYPES:
+        fp8_checkpoint.check_frozen(module, name, weight)
         return fp8_checkpoint.frozen(weight, getattr(module, f"{name}_scale_inv"))
     return weight.transpose(-2, -1) if module.is_transposed else weight
