@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext.distributed.dtensor import is_dtensor, on_every_rank
 from moe_fp8_ext.matmul.float32 import float32_mm, float32_mm_backward, takes_parts
 from moe_fp8_ext.ops.checks import (
@@ -116,7 +116,7 @@ def _adjust_buffers(router: Router, _: object) -> None:
             router.tokens_per_expert = torch.zeros_like(bias, dtype=torch.int64)
 
 
-class Router(nn.Module):
+class Router(_torch.ModuleWithFloat32):
     """Chooses top_k experts for each token. It computes in float32 for all dtypes of tokens and weight, and also under
     torch.autocast.
 
@@ -154,6 +154,8 @@ class Router(nn.Module):
         report, section 2.1.2 (groups, sigmoid, bias_rate); DeepSeek-V2, section 2.1.2 (groups by their best expert);
         DeepSeek-V4 as Transformers has it (sqrtsoftplus).
     """
+
+    in_float32 = "e_score_correction_bias"
 
     def __init__(
         self,
@@ -199,15 +201,6 @@ class Router(nn.Module):
         self.register_load_state_dict_pre_hook(_zero_counts)
         self.register_load_state_dict_post_hook(_adjust_buffers)
         self.reset_parameters()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Applies fn to all tensors, as `to` and `bfloat16` do, and keeps the bias in float32."""
-        before = self.e_score_correction_bias
-        super()._apply(fn, recurse)
-        bias = self.e_score_correction_bias
-        if bias is not None and bias.dtype != torch.float32:
-            self.e_score_correction_bias = before.to(bias.device, torch.float32)  # not the values that were cast
-        return self
 
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape

@@ -116,7 +116,7 @@ def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
     Hooks of modules, such as FSDP2's, belong to the node of the output. If a caller writes to an output that is a view,
     as in `out += x`, autograd gives the output another node. FSDP2 then returns no gradients.
     """
-    return torch.ops.aten._unsafe_view.default(x, shape)
+    return _torch.unsafe_view(x, shape)
 
 
 def _by_name(op: OpOverload, args: tuple, kwargs: dict) -> dict[str, object]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot, softplus
 from torch.utils.checkpoint import checkpoint
 
-from moe_fp8_ext import Experts, MoE, Recipe, Router, experts, reference
+from moe_fp8_ext import Experts, MoE, Recipe, Router, _torch, experts, reference
 from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.matmul.float32 import float32_mm
 from moe_fp8_ext.quantization.cost import MANY_ROWS
@@ -566,6 +566,7 @@ def test_the_router_of_a_layer_is_its_gate():
     assert layer.gate(tokens()).topk_ids.shape[1] == 1 and not hasattr(layer, "router")
 
 
+@pytest.mark.skipif(_torch.ONLY_PUBLIC, reason="casts are overridden by a private name of torch")
 @pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
 def test_casts_keep_the_bias_in_float32(cast, device):
     """bfloat16 has steps of 2^-9 from 0.5 on, so steps of 1e-3 would move nothing."""
