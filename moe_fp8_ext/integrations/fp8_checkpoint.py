@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.integrations import peft
 from moe_fp8_ext.ops import dequantize
-from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, either, fail, require
+from moe_fp8_ext.ops.checks import (
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    check_filter,
+    check_module,
+    dtype_name,
+    either,
+    fail,
+    require,
+)
 from moe_fp8_ext.ops.dispatch import needs_gradient
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Recipe
@@ -182,8 +191,7 @@ def master_weights_(
     check_module(op, "model", model)
     is_pretrained = isinstance(model, PreTrainedModel)
     require(is_pretrained, f"{op}: model must be what from_pretrained returned, got {type(model).__name__}")
-    if filter is not None and not callable(filter):
-        raise TypeError(f"{op}: filter must be callable, got {type(filter).__name__}")
+    check_filter(op, filter)
     dtype = model.config.dtype if dtype is None else dtype
     require(dtype in INPUT_DTYPES, f"{op}: dtype must be {either(map(dtype_name, INPUT_DTYPES))}, got {dtype!r}")
     found = {name: module for name, module in model.named_modules() if _scales(module)}

@@ -6,8 +6,9 @@ single tensor arguments, csrc/ops/arguments.h.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import NoReturn
@@ -151,6 +152,22 @@ def check_parameter_dtype(op: str, dtype: torch.dtype | None) -> None:
 def check_module(op: str, arg: str, value: object) -> None:
     if not isinstance(value, torch.nn.Module):
         raise TypeError(f"{op}: {arg} must be a torch.nn.Module, got {type(value).__name__}")
+
+
+def check_filter(op: str, filter: Callable[[str, torch.nn.Module], bool] | None) -> None:
+    """Checks a function of a name and a module, before its first call."""
+    if filter is None:
+        return
+    if not callable(filter):
+        raise TypeError(f"{op}: filter must be callable, got {type(filter).__name__}")
+    try:
+        signature = inspect.signature(filter)
+    except ValueError:  # some functions in C have none
+        return
+    try:
+        signature.bind("", None)
+    except TypeError:
+        raise TypeError(f"{op}: filter must take a name and a module, got one that takes {signature}") from None
 
 
 def check_sizes(op: str, num_experts: int, **sizes: int) -> None:
