@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import isdatadescriptor
 from typing import NamedTuple, TypeVar
@@ -310,6 +310,61 @@ def in_backward() -> Callable[[], bool]:
     task = torch._C._current_graph_task_id
     _expect(isinstance(task(), int))
     return lambda: task() != -1
+
+
+@_choose(
+    "torch.ops.aten._unsafe_view",
+    "outputs in the shape of the tokens that are no views",
+    lambda x, shape: x.view(shape).clone(),
+    "outputs of MoE are copied",
+)
+def unsafe_view() -> Callable[[Tensor, Sequence[int]], Tensor]:
+    unsafe_view = torch.ops.aten._unsafe_view.default
+    _expect(unsafe_view(torch.ones(2), (2, 1)).shape == (2, 1))
+    return unsafe_view
+
+
+@_choose(
+    "Module._apply",
+    "buffers that stay float32 where a module is cast",
+    torch.nn.Module,
+    "casts change the bias of a Router, and bfloat16 loses small steps of it",
+)
+def ModuleWithFloat32() -> type[torch.nn.Module]:
+    class ModuleWithFloat32(torch.nn.Module):
+        """A module with a buffer, or None, that `to`, `bfloat16` and other casts move, but leave in float32."""
+
+        in_float32: str  # the name of the buffer
+
+        def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleWithFloat32:
+            before = getattr(self, self.in_float32)
+            super()._apply(fn, recurse)
+            buffer = getattr(self, self.in_float32)
+            if buffer is not None and buffer.dtype != torch.float32:  # not of the values that were cast
+                setattr(self, self.in_float32, before.to(buffer.device, torch.float32))
+            return self
+
+    _expect(callable(torch.nn.Module._apply))
+    return ModuleWithFloat32
+
+
+@_choose(
+    "Module._state_dict_pre_hooks",
+    "whether FSDP2 has run a module's first forward, before which it looks for hooks of weights",
+    lambda module: False,
+    "never assumed: if gather_in_fp8_ is called too late, the next forward raises torch's AttributeError",
+)
+def has_run_under_fsdp() -> Callable[[torch.nn.Module], bool]:
+    """FSDP2 gives the owners of its parameters a hook in the first forward."""
+
+    def has_run_under_fsdp(module: torch.nn.Module) -> bool:
+        of = [getattr(hook, "__module__", None) or "" for hook in module._state_dict_pre_hooks.values()]
+        return any(name.startswith("torch.distributed.fsdp.") for name in of)
+
+    module = torch.nn.Identity()
+    module.register_state_dict_pre_hook(lambda *_: None)
+    _expect(not has_run_under_fsdp(module) and len(module._state_dict_pre_hooks) == 1)
+    return has_run_under_fsdp
 
 
 class SymmetricMemory(NamedTuple):

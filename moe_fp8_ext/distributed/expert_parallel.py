@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_fp8_ext import _torch
-from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.distributed.exchange import Exchange
 from moe_fp8_ext.distributed.message import rule_of_tokens
 from moe_fp8_ext.distributed.plan import OP, Agreement, CallMismatch, Ranks, StaticPlanner, named, refuse
 from moe_fp8_ext.layer.experts import call_with_options
 from moe_fp8_ext.layer.node import Call, LayerFunction
-from moe_fp8_ext.ops.checks import check_int, check_one_of
+from moe_fp8_ext.ops.checks import check_int, check_one_of, check_shared, validate_ids
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Pair, Quantized
@@ -155,7 +154,8 @@ class ExpertParallel:
         """Computes `moe_fp8_ext.experts` for this rank's tokens with the experts of all ranks. Differentiable once.
 
         Args:
-            x, topk_ids, topk_scores: any number of tokens of this rank; ids are in [0, num_experts).
+            x, topk_ids, topk_scores: any number of tokens of this rank; ids count the experts of all ranks. An id out
+                of [0, num_experts) drops its slot, or raises where it does in `moe_fp8_ext.experts`.
             w_gate_up, w_down: weights of this rank's experts, as in `moe_fp8_ext.experts`.
             shared_experts: a function of x, such as a module, whose result is added to out. It is called while tokens
                 travel.
@@ -201,7 +201,7 @@ class ExpertParallel:
             exchange.has_ended_step = True
         try:
             with source.completed():
-                shared = None if shared_experts is None else shared_experts(x)
+                shared = None if shared_experts is None else check_shared(OP, shared_experts(x), x)
                 out = LayerFunction.apply(call, source, None, *inputs)
         except CallMismatch as error:
             self._call = error.latest  # the same on all ranks, so that their next calls match
@@ -275,8 +275,7 @@ class ExpertParallel:
             refuse(f"topk_ids must have {self.top_k} columns, got {topk_ids.shape[1]}")
         if call.experts != self.ranks.num_local_experts:
             refuse(f"w_down must have the {self.ranks.num_local_experts} experts of a rank, got {call.experts}")
-        if validates() and len(others := topk_ids[(topk_ids < -1) | (topk_ids >= self.num_experts)]):
-            refuse(f"topk_ids must be -1 or from 0 to {self.num_experts - 1}, got {others[0]}")
+        validate_ids(OP, topk_ids, self.num_experts)
         tokens = 0 if self._exchange.static is None else x.shape[0]
         sizes, needs = tokens << 20 | x.shape[1], sum(need << i for i, need in enumerate(call.needs))
         agreed = self._exchange.agreed

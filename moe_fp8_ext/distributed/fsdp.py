@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from moe_fp8_ext import _torch
 from moe_fp8_ext.distributed.dtensor import of_all
-from moe_fp8_ext.ops.checks import check_module, default_fp8_dtype, require
+from moe_fp8_ext.ops.checks import check_module, default_fp8_dtype, dtype_name, fail, require
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.prepare import DeferredWeight, Operand, transposed_squares
 from moe_fp8_ext.quantization.recipe import Recipe, Rule, get_recipe
 
 _OP = "gather_in_fp8_"
+_HAS_HOOKS = "_moe_fp8_ext_has_hooks"  # marks modules, because FSDP2 uses later hooks only if it has found earlier ones
 
 _quantize_weight = torch.ops.moe_fp8.quantize_weight.default
 
@@ -61,12 +62,20 @@ def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
     missing = f"torch must have what a subclass of Tensor is made with, got {torch.__version__} without"
     require(_torch.wrapper_subclass is not None, f"{_OP}: {missing}")
     check_module(_OP, "module", module)
-    recipe = get_recipe(recipe)
+    recipe = get_recipe(recipe, _OP)
     is_fp8 = recipe.format is not None and not recipe.bf16_where_faster
     require(is_fp8, f"{_OP}: recipe must be one that always multiplies in fp8, got {recipe.name!r}")
     weights = [(name, w) for name, w in module.named_parameters() if w.dim() == 3 and "lora_" not in name]
     require(bool(weights), f"{_OP}: module must have parameters of 3 dimensions, got none")
-    for gather in [_Gather(name, _shard(name, w), recipe) for name, w in weights]:
+    owners = _owners(module, weights)
+    for owner, name in owners.items():
+        if _HAS_HOOKS not in vars(owner) and _torch.has_run_under_fsdp(owner):
+            text = f"{name} must get its hooks before the first forward, got a call after that forward"
+            fail(_OP, f"{text}; call {_OP} right after fully_shard")
+    gathers = [_Gather(name, _shard(name, w), recipe) for name, w in weights]
+    for owner in owners:
+        setattr(owner, _HAS_HOOKS, True)
+    for gather in gathers:
         gather.shard.fsdp_pre_all_gather = gather.pre_all_gather
         gather.shard.fsdp_post_all_gather = gather.post_all_gather
 
@@ -79,6 +88,20 @@ def _shard(name: str, w: nn.Parameter) -> Tensor:
     shard, device = _torch.wrapper_subclass.local_tensor(w), w.device_mesh.device_type
     require(shard.device.type == device, f"{_OP}: {name} must be on {device}, got {shard.device}")
     return shard
+
+
+def _owners(module: nn.Module, weights: list[tuple[str, nn.Parameter]]) -> dict[nn.Module, str]:
+    """Returns the modules that have one of the weights themselves, each with the name of its first weight."""
+    names, owners = {id(w): name for name, w in weights}, {}
+    for owner in module.modules():
+        for w in owner.parameters(recurse=False):
+            if id(w) in names:
+                owners.setdefault(owner, names[id(w)])
+    return owners
+
+
+def _said(w_dtype: torch.dtype, format: str, dtype: torch.dtype, rounding: str) -> str:
+    return f"{dtype_name(w_dtype)} in format {format!r} as {dtype_name(dtype)} with rounding {rounding!r}"
 
 
 class GatheredWeight(DeferredWeight):
@@ -154,7 +177,9 @@ class _Gather:
     def check(self, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str) -> None:
         asked = w_dtype, format, dtype or default_fp8_dtype(self.shard.device), rounding
         gathered = self.dtype, *self.rule
-        require(asked == gathered, f"{_OP}: {self.name} must be multiplied as it was gathered, {gathered}, got {asked}")
+        if asked != gathered:
+            text = f"{self.name} must be multiplied as it was gathered, {_said(*gathered)}, got {_said(*asked)}"
+            fail(_OP, f"{text}; give {_OP} the recipe that multiplies, and mp_policy of fully_shard the dtype")
 
     def copy(self, is_transposed: bool) -> tuple[Tensor, Tensor]:
         """Returns values and scales of the whole weight."""

@@ -12,7 +12,7 @@ from torch import nn
 from moe_fp8_ext.integrations import fp8_checkpoint, peft
 from moe_fp8_ext.layer.frozen import FrozenWeight
 from moe_fp8_ext.layer.modules import Experts, check_fits
-from moe_fp8_ext.ops.checks import check_module, require
+from moe_fp8_ext.ops.checks import check_filter, check_module, require
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
 _SWAP = "_moe_fp8_ext_swap"
@@ -188,8 +188,7 @@ def convert_(
     """
     recipe = get_recipe(recipe, "convert_")
     check_module("convert_", "model", model)
-    if filter is not None and not callable(filter):
-        raise TypeError(f"convert_: filter must be callable, got {type(filter).__name__}")
+    check_filter("convert_", filter)
     swaps, converted, left = [], [], []
     for name, module, kind in _experts_in(model, left):
         if filter is not None and not filter(name, module):

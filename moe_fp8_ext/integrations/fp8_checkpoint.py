@@ -16,7 +16,17 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.integrations import peft
 from moe_fp8_ext.ops import dequantize
-from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, either, fail, require
+from moe_fp8_ext.ops.checks import (
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    check_filter,
+    check_module,
+    dtype_name,
+    either,
+    fail,
+    require,
+)
+from moe_fp8_ext.ops.dispatch import needs_gradient
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.quantization.tensor import Quantized
@@ -99,6 +109,27 @@ def _refuse(text: str, got: object) -> NoReturn:
     fail("moe_fp8", f"{text} in an FP8 checkpoint, got {got}; {_INSTEAD}")
 
 
+_FROZEN = "_moe_fp8_ext_frozen"
+
+
+def freeze(module: nn.Module) -> None:
+    """Freezes experts while they are loaded, and marks them."""
+    module.requires_grad_(False)
+    setattr(module, _FROZEN, True)
+
+
+def check_frozen(module: nn.Module, name: str, weight: Tensor) -> None:
+    """Raises if a weight of marked experts asks for a gradient again, for example after `model.requires_grad_()`.
+
+    Experts without the mark were loaded for another implementation. All of their parameters ask for gradients, although
+    nobody asked Transformers for that.
+    """
+    if needs_gradient(weight) and getattr(module, _FROZEN, False):
+        text = f"{name} must not ask for a gradient, because FP8 weights of a checkpoint are frozen"
+        way_out = "call requires_grad_(False) of the experts, or master_weights_(model) to train them"
+        fail("moe_fp8", f"{text}, got requires_grad=True; {way_out}")
+
+
 _FROM_E8M0 = "_moe_fp8_ext_from_e8m0"
 
 
@@ -160,8 +191,7 @@ def master_weights_(
     check_module(op, "model", model)
     is_pretrained = isinstance(model, PreTrainedModel)
     require(is_pretrained, f"{op}: model must be what from_pretrained returned, got {type(model).__name__}")
-    if filter is not None and not callable(filter):
-        raise TypeError(f"{op}: filter must be callable, got {type(filter).__name__}")
+    check_filter(op, filter)
     dtype = model.config.dtype if dtype is None else dtype
     require(dtype in INPUT_DTYPES, f"{op}: dtype must be {either(map(dtype_name, INPUT_DTYPES))}, got {dtype!r}")
     found = {name: module for name, module in model.named_modules() if _scales(module)}

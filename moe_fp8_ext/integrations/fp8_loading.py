@@ -59,7 +59,7 @@ class FP8Quantizer(FineGrainedFP8HfQuantizer):
         marked = [module for module in model.modules() if hasattr(module, "is_transposed")]  # an attribute of the mark
         for module in marked:
             if isinstance(module, FP8Experts) and _recipe(module, ALL_FP8_EXPERTS_FUNCTIONS) is not None:
-                module.requires_grad_(False)  # Transformers lets float8 parameters ask for gradients
+                fp8_checkpoint.freeze(module)  # Transformers lets float8 parameters ask for gradients
             elif config.dequantize and config.scale_fmt == "ue8m0":
                 fp8_checkpoint.mark_as_dequantized(module)
         check_rounding(model)

@@ -7,7 +7,7 @@ import time
 import warnings
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from moe_fp8_ext.integrations.convert import fp8_report
 from moe_fp8_ext.integrations.transformers import implementation_of
@@ -40,12 +40,12 @@ class StatsCallback(TrainerCallback):
         _warn_without_experts(self.trainer.model)
         self.stats.start()
 
-    def on_step_end(self, args: object, state: TrainerState, *_: object, **__: object) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **__: object) -> None:
         was_sampled = self.stats.sampled == self.stats.steps
         self.stats.step()
         if not was_sampled:
             return
-        self.trainer.log({f"fp8/{name}": number for name, number in self.stats.worst().items()})
+        _log(self.trainer, control, {f"fp8/{name}": number for name, number in self.stats.worst().items()})
         if self.writer is not None:
             self.stats.write(self.writer, state.global_step)
 
@@ -109,14 +109,14 @@ class SpeedCallback(TrainerCallback):
             self._counter = FlopCounterMode(display=False, custom_mapping=count_torch_products())
             self._counter.__enter__()
 
-    def on_step_end(self, *_: object, **__: object) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **__: object) -> None:
         if self._counter is not None:
             self._stop_counting()
             self._restart()
             return
         self._steps += 1
         if self._steps == self.every:
-            self.trainer.log({f"speed/{name}": number for name, number in self._speeds().items()})
+            _log(self.trainer, control, {f"speed/{name}": number for name, number in self._speeds().items()})
             self._restart()
 
     def on_train_end(self, *_: object, **__: object) -> None:
@@ -153,6 +153,13 @@ class SpeedCallback(TrainerCallback):
         if torch.cuda.is_available():
             speeds["peak_memory"] = torch.cuda.max_memory_allocated()
         return speeds
+
+
+def _log(trainer: Trainer, control: TrainerControl, numbers: dict[str, float]) -> None:
+    """Logs numbers at the end of a step. `trainer.log` marks the step as logged; Trainer must still log its loss."""
+    should_log = control.should_log
+    trainer.log(numbers)
+    control.should_log = should_log
 
 
 def _warn_without_experts(model: torch.nn.Module) -> None:

@@ -24,6 +24,7 @@ from moe_fp8_ext.layer.experts import experts, recipe_of_module
 from moe_fp8_ext.matmul.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, fail, require
+from moe_fp8_ext.ops.dispatch import reshaped
 from moe_fp8_ext.quantization.casting import autocast_dtype
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Quantized
@@ -234,7 +235,8 @@ class _ExpertParallelForward:
         from torch.distributed.tensor import DTensor, Shard
 
         sizes = dict(shape=shape, stride=(shape[1], 1))
-        return DTensor.from_local(part, self.tp_mesh, [Shard(0)], run_check=False, **sizes).full_tensor()
+        whole = DTensor.from_local(part, self.tp_mesh, [Shard(0)], run_check=False, **sizes).full_tensor()
+        return reshaped(whole, shape)  # full_tensor returns a view
 
 
 def _inputs(module: torch.nn.Module, hidden_states: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,5 +354,6 @@ def _weight(module: torch.nn.Module, name: str) -> Tensor | Quantized:
     """Returns a weight as `experts` takes it: as [E, N, K], or in FP8 as it is stored."""
     weight = peft.weight(module, name)
     if weight.dtype not in INPUT_DTYPES:
+        fp8_checkpoint.check_frozen(module, name, weight)
         return fp8_checkpoint.frozen(weight, getattr(module, f"{name}_scale_inv"))
     return weight.transpose(-2, -1) if module.is_transposed else weight

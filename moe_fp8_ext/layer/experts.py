@@ -10,6 +10,7 @@ import inspect
 import torch
 from torch import Tensor
 
+from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.layer.adapter import MAX_RANK, Adapter, LoRA, check_adapter_numbers
 from moe_fp8_ext.layer.arrived import arrived, operand_of
 from moe_fp8_ext.layer.linear import ExpertLinear
@@ -42,6 +43,7 @@ from moe_fp8_ext.training import main_grad
 _OP = "experts"
 _UP, _DOWN = "w_gate_up", "w_down"  # the names of weights in errors
 KEEP = ("fp8", "bf16")
+_PLAIN = Tensor, torch.nn.Parameter
 
 
 def experts(
@@ -406,15 +408,20 @@ def _check(
     if f == d != w_down.shape[1] and down.quantized is None:
         got = w_down.shape[1]
         fail(op, f"w_down must have size {d} in dimension 1, got {got}; it is [E, D, F], not [E, F, D]")
+    if w_up.shape != (e, rows, d) and w_up.shape == (e, d, rows) and up.quantized is None:
+        layouts = "[E, 2 F, D], not [E, D, 2 F]" if gated else "[E, F, D], not [E, D, F]"
+        fail(op, f"w_gate_up must have size {d} in dimension 2, got {rows}; it is {layouts}")
     _check_like(op, "x", x, (tokens, d), x)
     if topk_ids is not None:
-        slots = tokens, topk_ids.shape[1]
-        _check_like(op, "topk_ids", topk_ids, slots, x, (torch.int32, torch.int64))
-        _check_tensor(op, "topk_scores", scores, slots, x)
+        slots, meaning = (tokens, topk_ids.shape[1]), ("the rows of x", "the columns of topk_ids")
+        _check_like(op, "topk_ids", topk_ids, slots, x, (torch.int32, torch.int64), meaning)
+        _check_tensor(op, "topk_scores", scores, slots, x, meaning=meaning)
     elif scores is not None:
-        _check_tensor(op, "scores", scores, (tokens, 1), x)
-    _check_tensor(op, "w_gate_up", w_up, (e, rows, d), x, INPUT_DTYPES if up.quantized is None else (w_up.dtype,))
-    _check_like(op, "w_down", w_down, (e, d, f), x, INPUT_DTYPES if down.quantized is None else (w_down.dtype,))
+        _check_tensor(op, "scores", scores, (tokens, 1), x, meaning=("the rows of x", ""))
+    meaning, dtypes = ("the experts of w_down", "", "the columns of x"), (w_up.dtype,)
+    _check_tensor(op, "w_gate_up", w_up, (e, rows, d), x, INPUT_DTYPES if up.quantized is None else dtypes, meaning)
+    meaning, dtypes = ("", "the columns of x", ""), (w_down.dtype,)
+    _check_like(op, "w_down", w_down, (e, d, f), x, INPUT_DTYPES if down.quantized is None else dtypes, meaning)
     for name, linear, width in (("gate_up", up, rows), ("down", down, d)):
         if linear.bias is not None:
             _check_tensor(op, f"b_{name}", linear.bias, (e, width), x)
@@ -423,20 +430,39 @@ def _check(
 
 
 def _check_tensor(
-    op: str, name: str, t: Tensor, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES
+    op: str,
+    name: str,
+    t: Tensor,
+    shape: tuple[int, ...],
+    x: Tensor,
+    dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES,
+    meaning: tuple[str, ...] = (),
 ) -> None:
     check_dense(op, name, t, len(shape))
-    _check_like(op, name, t, shape, x, dtypes)
+    _check_like(op, name, t, shape, x, dtypes, meaning)
 
 
 def _check_like(
-    op: str, name: str, t: Tensor, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES
+    op: str,
+    name: str,
+    t: Tensor,
+    shape: tuple[int, ...],
+    x: Tensor,
+    dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES,
+    meaning: tuple[str, ...] = (),
 ) -> None:
-    """Checks a dense tensor of len(shape) dimensions."""
+    """Checks a dense tensor of len(shape) dimensions.
+
+    meaning: where each size comes from, or "". The error names it, because the other argument may be the wrong one.
+    """
+    if type(t) not in _PLAIN and is_dtensor(t):
+        text = f"{name} must be a tensor of the rank, got a DTensor"
+        fail(op, f"{text}; pass its to_local(), or use Experts, whose parameters may be DTensors")
     if t.dtype not in dtypes:
         fail(op, f"{name} must be {either([dtype_name(dtype) for dtype in dtypes])}, got {t.dtype}")
     if t.device != x.device:
         fail(op, f"{name} must be on the device of x, {x.device}, got {t.device}")
     if t.shape != shape:
         dim, size, got = next((d, n, m) for d, (n, m) in enumerate(zip(shape, t.shape, strict=True)) if n != m)
-        fail(op, f"{name} must have size {size} in dimension {dim}, got {got}")
+        of = f" ({meaning[dim]})" if meaning and meaning[dim] else ""
+        fail(op, f"{name} must have size {size} in dimension {dim}{of}, got {got}")

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moe_fp8_ext.ops.checks import fail
+from moe_fp8_ext.ops.checks import dtype_name, fail, has_values
 from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
 
 
@@ -19,8 +19,9 @@ class FrozenWeight(nn.Module):
 
     No forward pass casts the weight again, in training, in eval and in `generate`. The buffers `q_bytes`, `scale_bytes`
     and so on are uint8, with the bytes of one value along the last dimension. So casts, such as `module.bfloat16()`, do
-    not change them. Scales of 4 bytes and of 1 byte differ in shape, so `load_state_dict` refuses scales of another
-    format. Averages of these bytes mean nothing: use no `AveragedModel(use_buffers=True)`.
+    not change them. `_extra_state` in a state dict says which format and dtype the bytes have, and `load_state_dict`
+    refuses bytes of another format or dtype. In state dicts without it, bytes count as the module's own. Averages of
+    these bytes mean nothing: use no `AveragedModel(use_buffers=True)`.
 
     Attributes:
         q, scale: the operand of products over K.
@@ -48,6 +49,7 @@ class FrozenWeight(nn.Module):
                 self.dtypes[name + suffix] = None if part is None else values.dtype
                 stored = None if part is None else values.unsqueeze(-1).view(torch.uint8)
                 self.register_buffer(f"{name}{suffix}_bytes", stored)
+        self.register_load_state_dict_pre_hook(_check_state)
 
     def _values(self, name: str) -> Tensor | None:
         stored = getattr(self, f"{name}_bytes")
@@ -70,5 +72,31 @@ class FrozenWeight(nn.Module):
             return first
         return first, Quantized(self.q_t, self.scale_t, self.format, transposed=True)
 
+    def get_extra_state(self) -> Tensor:
+        """Returns format and dtype for the state dict, as bytes of a text: safetensors store tensors only."""
+        return torch.tensor(list(self._kind().encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Does nothing: `_check_state` has compared the state already."""
+
+    def _kind(self) -> str:
+        return f"{self.format} in {dtype_name(self.dtypes['q'])}"
+
     def extra_repr(self) -> str:
         return f"{tuple(self.shape)}, format={self.format!r}, directions={1 if self.q_t is None else 2}"
+
+
+def _check_state(weight: FrozenWeight, state_dict: dict[str, object], prefix: str, *more: object) -> None:
+    """Runs before a state dict is loaded. Raises if its bytes are not what the weight takes them for.
+
+    Also with strict=False, as for sizes that differ: the module would compute nonsense, or gradients of other weights.
+    """
+    name = prefix.removesuffix(".") or "the weight"
+    kind = state_dict.setdefault(f"{prefix}_extra_state", weight.get_extra_state())  # older state dicts have none
+    got = bytes(kind.byte().tolist()).decode() if has_values(kind) else weight._kind()
+    if got != weight._kind():
+        text = f"the state dict must have bytes of format {weight._kind()} for {name}, got {got}"
+        fail("FrozenWeight", f"{text}; freeze the module with the recipe of the state dict")
+    if f"{prefix}q_bytes" in state_dict and f"{prefix}q_t_bytes" not in state_dict and weight.q_t is not None:
+        text = f"the state dict must have both directions of {name}, got one"
+        fail("FrozenWeight", f"{text}; call freeze_() without both=True")

@@ -24,16 +24,31 @@ from moe_fp8_ext.ops.checks import (
     check_module,
     check_one_of,
     check_parameter_dtype,
+    check_shared,
     check_sizes,
+    fail,
     require,
 )
-from moe_fp8_ext.ops.dispatch import needs_gradient
+from moe_fp8_ext.ops.dispatch import needs_gradient, reshaped
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import quantize_weight
 
 if TYPE_CHECKING:
     from moe_fp8_ext.distributed import ExpertParallel
+
+
+def _fixed(name: str, read: Callable[[nn.Module], object], instead: str = "construct another module") -> property:
+    """An argument of a constructor as an attribute that can be read alone: forward would not see an assigned value."""
+
+    def refuse(module: nn.Module, value: object) -> None:
+        raise AttributeError(f"{type(module).__name__}: {name} must not be assigned, got {value!r}; {instead}")
+
+    return property(read, refuse, doc=f"The argument {name} of the constructor.")
+
+
+def _option(name: str, **how: str) -> property:
+    return _fixed(name, lambda module: module.options[name], **how)
 
 
 class Experts(nn.Module):
@@ -56,6 +71,8 @@ class Experts(nn.Module):
         down_proj_bias: [E, D], with bias.
         gate_up_proj_lora_A, gate_up_proj_lora_B: [E, r, D] and [E, 2 F, r], with lora_rank; likewise of down_proj, or
             of up_proj.
+        num_experts, hidden_size, intermediate_size, recipe, activation, interleaved, keep, main_grad,
+        delay_wgrad, lora_rank: as constructed. Assigning one raises; `convert_` changes the recipe.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, of all ranks together, D and F.
@@ -75,6 +92,15 @@ class Experts(nn.Module):
         RuntimeError: num_experts or the recipe differs from ep's. In forward: a weight that needs a gradient has
             no main_grad; otherwise as in `experts`, or as in `ExpertParallel.experts`.
     """
+
+    recipe = _option("recipe", instead="call moe_fp8_ext.convert_(module, recipe)")
+    activation, interleaved, keep = map(_option, ("activation", "interleaved", "keep"))
+    num_experts = _fixed("num_experts", lambda module: module._num_experts)
+    hidden_size = _fixed("hidden_size", lambda module: module.down_proj.shape[1])
+    intermediate_size = _fixed("intermediate_size", lambda module: module.down_proj.shape[2])
+    main_grad = _fixed("main_grad", lambda module: module.adds_to_main_grad)
+    delay_wgrad = _fixed("delay_wgrad", lambda module: module.delayed is not None)
+    lora_rank = _fixed("lora_rank", lambda module: module._lora_rank)
 
     def __init__(
         self,
@@ -101,7 +127,7 @@ class Experts(nn.Module):
         for name, value in flags.items():
             check_bool("Experts", name, value)
         self.delayed = DelayedWgrads() if delay_wgrad else None
-        self.num_experts, self.ep, self.adds_to_main_grad = num_experts, ep, main_grad
+        self._num_experts, self.ep, self.adds_to_main_grad = num_experts, ep, main_grad
         self.frozen_mesh = None  # over which weights were sharded that `freeze_` has quantized
         recipe = get_recipe(recipe, "Experts")
         self.options = dict(recipe=recipe, activation=activation, interleaved=interleaved, keep=keep)
@@ -111,7 +137,7 @@ class Experts(nn.Module):
         check_sizes("Experts", num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_parameter_dtype("Experts", dtype)
         check_adapter_numbers("Experts", "lora_scaling", "lora_dropout", lora_scaling, lora_dropout)
-        self.lora_rank, self.lora_scaling, self.lora_dropout = lora_rank, lora_scaling, lora_dropout
+        self._lora_rank, self.lora_scaling, self.lora_dropout = lora_rank, lora_scaling, lora_dropout
         if lora_rank is not None:
             check_int("Experts", "lora_rank", lora_rank)
             in_range = 1 <= lora_rank <= MAX_RANK
@@ -127,6 +153,7 @@ class Experts(nn.Module):
         for name, (n, k) in sizes.items() if lora_rank is not None else ():
             for letter, size in (("A", (lora_rank, k)), ("B", (n, lora_rank))):
                 self.register_parameter(f"{name}_lora_{letter}", self._parameter(*size, device=device, dtype=dtype))
+        self.register_load_state_dict_pre_hook(_check_frozen)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -250,6 +277,21 @@ class Experts(nn.Module):
         return main_grad
 
 
+def _check_frozen(experts: Experts, state_dict: dict[str, object], prefix: str, *_: object) -> None:
+    """Runs before a state dict is loaded. Raises if a weight is frozen in the module and not there, or the reverse.
+
+    Also with strict=False, as for sizes that differ.
+    """
+    for name in (experts.up, "down_proj"):
+        is_frozen = isinstance(getattr(experts, name), FrozenWeight)
+        if is_frozen and f"{prefix}{name}" in state_dict:
+            text = f"{prefix}{name} of the state dict must be frozen as the module's, got a trained weight"
+            fail("Experts", f"{text}; load the state dict first, and then call freeze_()")
+        if not is_frozen and f"{prefix}{name}.q_bytes" in state_dict:
+            text = f"{prefix}{name} of the state dict must be trained as the module's, got a frozen weight"
+            fail("Experts", f"{text}; call freeze_() first, of a module with the recipe of the state dict")
+
+
 def _tokens_of(x: Tensor) -> Tensor:
     check_dense("MoE", "x", x, max(x.dim(), 1) if isinstance(x, Tensor) else 2)
     # torch.export takes numel() for a constant, so this is math.prod. -1 is ambiguous if the last size is 0.
@@ -264,11 +306,23 @@ def check_fits(ep: ExpertParallel | None, num_experts: int, recipe: Recipe) -> N
         require(got == wanted, f"Experts: {name} must equal ep's, {wanted}, got {got}")
 
 
+def _check_forwards(router: nn.Module, experts: nn.Module) -> None:
+    """Refuses modules whose forward is known, and cannot be what MoE calls. Any other module may be one."""
+    others = MoE.forward, nn.Linear.forward
+    is_swapped = isinstance(router, Experts) or isinstance(experts, Router)
+    cause = "; modules are given as MoE(router, experts)" if is_swapped else ""
+    if type(router).forward in (Experts.forward, *others):
+        got = type(router).__name__
+        raise TypeError(f"MoE: router must be a Router, or a module that returns a Routing, got {got}{cause}")
+    if type(experts).forward in (Router.forward, *others):
+        raise TypeError(f"MoE: experts must be a module such as Experts, got {type(experts).__name__}{cause}")
+
+
 class MoE(nn.Module):
     """A router, the experts that it chooses from, and optional experts that every token uses.
 
     Attributes:
-        gate: the router. State dicts have these three names.
+        gate: the router. State dicts have these three names. Assigning `router` raises.
         experts: the experts.
         shared_experts: the experts that every token uses, or None.
 
@@ -284,7 +338,8 @@ class MoE(nn.Module):
     Raises:
         RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has, or for tokens of another size;
             or num_fused_shared is not as above.
-        TypeError: an argument is no module.
+        TypeError: an argument is no module, or one that cannot be meant, such as `Experts` for the router. In forward,
+            a RuntimeError: router returns no `Routing`, or shared_experts no tensor shaped as x.
     """
 
     def __init__(
@@ -298,6 +353,7 @@ class MoE(nn.Module):
         super().__init__()
         check_module("MoE", "router", router)
         check_module("MoE", "experts", experts)
+        _check_forwards(router, experts)
         if shared_experts is not None:
             check_module("MoE", "shared_experts", shared_experts)
         check_int("MoE", "num_fused_shared", num_fused_shared)
@@ -318,6 +374,11 @@ class MoE(nn.Module):
         self.gate, self.experts, self.shared_experts = router, experts, shared_experts
         self.num_fused_shared = num_fused_shared
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "router":  # a property would not do: torch registers a module without a look at the class
+            raise AttributeError("MoE: router must not be assigned; the attribute of the router is gate")
+        super().__setattr__(name, value)
+
     def forward(
         self, x: Tensor, mask: Tensor | None = None, topk_ids: Tensor | None = None, topk_scores: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -331,16 +392,19 @@ class MoE(nn.Module):
         if ep is None:
             tokens = _tokens_of(x)
             routing = self._route(x, tokens, mask, topk_ids, topk_scores)
-            out = self.experts(tokens, routing.topk_ids, routing.topk_scores).view(x.shape)
-            return out if self.shared_experts is None else out + self.shared_experts(x), routing.loss
+            out = reshaped(self.experts(tokens, routing.topk_ids, routing.topk_scores), x.shape)
+            return out if self.shared_experts is None else out + self._shared(x), routing.loss
         with ep.errors_on_all_ranks():
             tokens = _tokens_of(x)
             routing = self._route(x, tokens, mask, topk_ids, topk_scores)
         call = tokens, routing.topk_ids, routing.topk_scores
         if self.shared_experts is None:
-            return self.experts(*call).view(x.shape), routing.loss
-        out = self.experts(*call, shared_experts=lambda t: self.shared_experts(t.view(x.shape)).view(t.shape))
-        return out.view(x.shape), routing.loss
+            return reshaped(self.experts(*call), x.shape), routing.loss
+        out = self.experts(*call, shared_experts=lambda t: self._shared(t.view(x.shape)).reshape(t.shape))
+        return reshaped(out, x.shape), routing.loss
+
+    def _shared(self, x: Tensor) -> Tensor:
+        return check_shared("MoE", self.shared_experts(x), x)
 
     def _route(self, x: Tensor, tokens: Tensor, mask: Tensor | None, *given_slots: Tensor | None) -> Routing:
         given = {} if mask is None else {"mask": mask}
@@ -352,6 +416,8 @@ class MoE(nn.Module):
             require(got == x.shape[:-1], text)
             given[name] = t.reshape(len(tokens), *t.shape[len(got) :])
         routing = self.gate(tokens, **given)
+        text = "MoE: router must return a Routing (topk_ids, topk_scores, loss), got"
+        require(all(hasattr(routing, field) for field in Routing._fields), f"{text} {type(routing).__name__}")
         return self._with_fused(routing, given.get("mask")) if self.num_fused_shared else routing
 
     def _with_fused(self, routing: Routing, mask: Tensor | None) -> Routing:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext.distributed.dtensor import is_dtensor, on_every_rank
 from moe_fp8_ext.matmul.float32 import float32_mm, float32_mm_backward, takes_parts
 from moe_fp8_ext.ops.checks import (
@@ -106,14 +107,16 @@ def _zero_counts(router: Router, state_dict: dict[str, object], prefix: str, *_:
         router.tokens_per_expert.zero_()
 
 
-def _move_counts(router: Router, _: object) -> None:
-    """Runs after a state dict was loaded. With assign=True, a module on the meta device has its bias elsewhere now."""
+def _adjust_buffers(router: Router, _: object) -> None:
+    """Runs after a state dict was loaded. With assign=True, the bias is the state dict's, of its device and dtype."""
     counts, bias = router.tokens_per_expert, router.e_score_correction_bias
-    if counts is not None and bias is not None and counts.device != bias.device:
-        router.tokens_per_expert = torch.zeros_like(bias, dtype=torch.int64)
+    if counts is not None and bias is not None:
+        router.e_score_correction_bias = bias.float()
+        if counts.device != bias.device:
+            router.tokens_per_expert = torch.zeros_like(bias, dtype=torch.int64)
 
 
-class Router(nn.Module):
+class Router(_torch.ModuleWithFloat32):
     """Chooses top_k experts for each token. It computes in float32 for all dtypes of tokens and weight, and also under
     torch.autocast.
 
@@ -124,8 +127,8 @@ class Router(nn.Module):
 
     Attributes:
         weight: [E, D].
-        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves; None where bias_rate is 0. Casting the
-            whole module casts it too, and bfloat16 loses small steps: construct the router with `dtype` instead.
+        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves; None where bias_rate is 0. It stays
+            float32 if the module is cast, such as by `model.bfloat16()`, because bfloat16 loses small steps.
         tokens_per_expert: [E] int64, how often each expert was chosen in training since the last `update_bias`; None
             where bias_rate is 0. State dicts leave it out. Loading a state dict that has the bias sets it to zero. If
             activation checkpointing recomputes a forward, its tokens may count twice.
@@ -151,6 +154,8 @@ class Router(nn.Module):
         report, section 2.1.2 (groups, sigmoid, bias_rate); DeepSeek-V2, section 2.1.2 (groups by their best expert);
         DeepSeek-V4 as Transformers has it (sqrtsoftplus).
     """
+
+    in_float32 = "e_score_correction_bias"
 
     def __init__(
         self,
@@ -194,7 +199,7 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", bias if balanced else None)
         self.register_buffer("tokens_per_expert", counts if balanced else None, persistent=False)
         self.register_load_state_dict_pre_hook(_zero_counts)
-        self.register_load_state_dict_post_hook(_move_counts)
+        self.register_load_state_dict_post_hook(_adjust_buffers)
         self.reset_parameters()
 
     def extra_repr(self) -> str:
@@ -287,7 +292,10 @@ class Router(nn.Module):
         broadcast_buffers=True, its default, replaces them by the buffers of rank 0: in its first forward, and in
         the first forward after each backward that synchronizes gradients.
         """
-        require(self.tokens_per_expert is not None, "Router: bias_rate must not be 0 for update_bias, got 0")
+        require(
+            self.tokens_per_expert is not None,
+            "Router: the constructor's bias_rate must not be 0 for update_bias, got 0",
+        )
         counts = self.tokens_per_expert.double()
         self.e_score_correction_bias.add_(self.bias_rate * (counts.mean() - counts).sign().float())
         self.tokens_per_expert.zero_()

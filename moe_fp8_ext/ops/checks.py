@@ -6,8 +6,9 @@ single tensor arguments, csrc/ops/arguments.h.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import NoReturn
@@ -153,6 +154,22 @@ def check_module(op: str, arg: str, value: object) -> None:
         raise TypeError(f"{op}: {arg} must be a torch.nn.Module, got {type(value).__name__}")
 
 
+def check_filter(op: str, filter: Callable[[str, torch.nn.Module], bool] | None) -> None:
+    """Checks a function of a name and a module, before its first call."""
+    if filter is None:
+        return
+    if not callable(filter):
+        raise TypeError(f"{op}: filter must be callable, got {type(filter).__name__}")
+    try:
+        signature = inspect.signature(filter)
+    except ValueError:  # some functions in C have none
+        return
+    try:
+        signature.bind("", None)
+    except TypeError:
+        raise TypeError(f"{op}: filter must take a name and a module, got one that takes {signature}") from None
+
+
 def check_sizes(op: str, num_experts: int, **sizes: int) -> None:
     """Checks the sizes of a module with num_experts experts."""
     for name, size in dict(num_experts=num_experts, **sizes).items():
@@ -182,6 +199,19 @@ def check_dims(op: str, arg: str, x: Tensor, min_dims: int, max_dims: int) -> No
     if min_dims != max_dims:
         dims += f" {'or' if max_dims == min_dims + 1 else 'to'} {max_dims}"
     require(min_dims <= x.dim() <= max_dims, f"{op}: {arg} must have {dims} dimensions, got {x.dim()}")
+
+
+def check_shared(op: str, shared: object, x: Tensor) -> Tensor:
+    """Checks the output of shared_experts for x, and returns it. Adding another shape would broadcast silently."""
+    if not isinstance(shared, Tensor):
+        fail(op, f"shared_experts must return a tensor, got {type(shared).__name__}")
+    if shared.shape != x.shape:
+        fail(op, f"shared_experts must return the shape of x, {list(x.shape)}, got {list(shared.shape)}")
+    if not shared.is_floating_point():
+        fail(op, f"shared_experts must return floating-point numbers as x, {x.dtype}, got {shared.dtype}")
+    if shared.device != x.device:
+        fail(op, f"shared_experts must return a tensor on the device of x, {x.device}, got {shared.device}")
+    return shared
 
 
 def check_unit_stride(op: str, arg: str, x: Tensor, dim: int) -> None:

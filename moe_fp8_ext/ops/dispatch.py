@@ -110,6 +110,15 @@ def unit_stride(grad: Tensor) -> Tensor:
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
+def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns a contiguous x in another shape. For autograd the result is a new tensor, and never a view.
+
+    Hooks of modules, such as FSDP2's, belong to the node of the output. If a caller writes to an output that is a view,
+    as in `out += x`, autograd gives the output another node. FSDP2 then returns no gradients.
+    """
+    return _torch.unsafe_view(x, shape)
+
+
 def _by_name(op: OpOverload, args: tuple, kwargs: dict) -> dict[str, object]:
     return dict(zip((argument.name for argument in schema_of(op).arguments), args, strict=False)) | kwargs
 

@@ -114,3 +114,28 @@ def check(rank: int, dtype: torch.dtype, folder: Path) -> None:
 def test_two_processes(dtype, tmp_path):
     """Parameters are bfloat16 or float32."""
     in_processes(PROCESSES, check, dtype, tmp_path)
+
+
+def check_written_output(rank: int) -> None:
+    for shape in [(TOKENS, DIM), (2, TOKENS // 2, DIM), (DIM,)]:
+        torch.manual_seed(rank)
+        x, router = torch.randn(shape), moe_fp8_ext.Router(EXPERTS, DIM, 2)
+        layer = fully_shard(moe_fp8_ext.MoE(router, moe_fp8_ext.Experts(EXPERTS, DIM, HIDDEN)))
+        grads = []
+        for is_written in (False, True):
+            out = layer(x)[0]
+            if is_written:
+                out += x
+            else:
+                out = out + x
+            out.square().mean().backward()
+            grads.append([p.grad.full_tensor() for p in layer.parameters()])
+            layer.zero_grad()
+        for want, got in zip(*grads, strict=True):
+            assert torch.equal(got, want)
+
+
+@NEEDS_GLOO
+def test_output_that_the_caller_writes_to():
+    """FSDP2 loses all gradients if the caller writes to an output that is a view."""
+    in_processes(PROCESSES, check_written_output)

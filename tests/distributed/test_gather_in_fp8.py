@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import moe_fp8_ext
+from moe_fp8_ext import _torch
 from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.distributed.fsdp import GatheredWeight
 
@@ -323,7 +324,16 @@ def check_refused(recipe: str, rank: int, folder: Path) -> None:
     refuses("which has copies and no values", product(called="bf16"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model = product(mp_policy=MixedPrecisionPolicy())
-        refuses(r"w must be multiplied as it was gathered, \(torch.float32.*, got \(torch.bfloat16", model)
+        refuses("w must be multiplied as it was gathered, float32 in .*, got bfloat16 in .*; give", model)
+    with pytest.raises(ValueError, match="^gather_in_fp8_: recipe must be 'bf16', .*, got 'fp8'$"):
+        gather(Product(), "fp8")
+    late, again = fully_shard(Product(), mp_policy=MIXED), product()
+    for model in (late, again):
+        model(torch.zeros(4, 64, dtype=torch.bfloat16), torch.full((EXPERTS,), 4).int())
+    if not _torch.ONLY_PUBLIC:
+        refuses("w must get its hooks before the first forward, got .* after fully_shard", of=lambda: gather(late))
+    again.reshard()
+    gather(again, "rowwise")  # FSDP2 knows that this weight has hooks
     model = product()
     model.unshard()
     refuses("which has copies and no values", of=lambda: model.w + 1)

@@ -251,6 +251,12 @@ RECIPES = "'bf16', 'rowwise', 'blockwise', 'mxfp8', 'auto' or a Recipe"
         (Model, ("fp7",), ValueError, f"convert_: recipe must be {RECIPES}, got 'fp7'"),
         (Model, (8,), TypeError, "convert_: recipe must be a str or a Recipe, got int"),
         (Model, ("rowwise", "first"), TypeError, "convert_: filter must be callable, got str"),
+        (
+            Model,
+            ("rowwise", lambda name: True),
+            TypeError,
+            r"convert_: filter must take a name and a module, got .*\(name\)",
+        ),
         (Model, ("rowwise", lambda *_: False), ValueError, rf"{NOTHING}\nmodule .*\nfirst .*filter said no\nsecond.*"),
         (Model, ("rowwise", lambda name, _: [True][name != "first"]), IndexError, ".*"),
         (lambda: nn.Linear(D, D), (), ValueError, NOTHING),

@@ -160,7 +160,7 @@ def test_mistakes():
         (Buffer(Buffers(), 0), p["ids"], 7, "num_experts must be a multiple of the experts of w_down, 6, got 7"),
         (Buffer(Buffers(), 0), p["ids"], 0, "num_experts must be a multiple of the experts of w_down, 6, got 0"),
         (Buffer(Buffers(), 0), p["ids"].clamp(min=6), 6, "topk_ids must be -1 or from 0 to 5, got 6 in slot 0"),
-        (Buffer(Buffers(), 0), p["ids"][:1], E, "topk_ids must have size 43 in dimension 0, got 1"),
+        (Buffer(Buffers(), 0), p["ids"][:1], E, "topk_ids must have size 43 in dimension 0 (the rows of x), got 1"),
     ):
         with pytest.raises(RuntimeError) as info:
             deepep.experts(buffer, call[0], ids, *call[2:], num_experts=count)

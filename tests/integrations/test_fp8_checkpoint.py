@@ -99,6 +99,22 @@ def test_multiplies_the_bytes(folders, e8m0, implementation):
         assert_same_tensor(p.detach(), before[name], name)
 
 
+def test_refuses_gradients_of_frozen_experts(folders):
+    """The gradients would stay None without an error."""
+    model = load(folders[False], OURS)
+    model.requires_grad_(True)
+    text = (
+        r"^moe_fp8: gate_up_proj must not ask for a gradient, .*, got requires_grad=True; call requires_grad_\(False\)"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        loss(model)
+    with torch.no_grad():
+        loss(model)
+    for i in range(len(EXPERTS)):
+        experts_of(model, i).requires_grad_(False)
+    assert gradients(model)
+
+
 def test_keeps_no_copy(folders):
     """Of weights, backward keeps the parameters themselves."""
     model, kept = load(folders[False], OURS), []

@@ -89,6 +89,28 @@ def test_speed(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("names", [["StatsCallback"], ["SpeedCallback"], ["StatsCallback", "SpeedCallback"]])
+def test_losses_are_logged_as_without_callbacks(names: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")
+    from moe_fp8_ext.integrations import trainer as callbacks
+
+    tokens = torch.randint(3, SIZES["vocab_size"], (STEPS * BATCH, CONTEXT))
+    data = [{"input_ids": t, "labels": t} for t in tokens]
+    losses = []
+    for chosen in ([], names):
+        options = transformers.TrainingArguments(
+            **dict(output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=BATCH, use_cpu=True),
+            **dict(save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1),
+        )
+        torch.manual_seed(0)
+        trainer = transformers.Trainer(tiny_model("qwen3_moe", "moe_fp8"), options, train_dataset=data)
+        for name in chosen:
+            trainer.add_callback(getattr(callbacks, name)(trainer, every=EVERY))
+        trainer.train()
+        losses.append({entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry})
+    assert losses[0] == losses[1] and list(losses[0]) == list(range(1, STEPS + 1))
+
+
 def test_speed_after_a_training_that_raised(tmp_path: Path) -> None:
     """Counts each token once, and times no step before the second."""
     pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")

@@ -282,14 +282,26 @@ P = layer(t=6, d=16, f=8, e=2, top_k=1, bias=True)
         (dict(x=P.x.to_sparse()), {}, "x must be a dense tensor, got torch.sparse_coo"),
         (dict(ids=P.ids.float()), {}, "topk_ids must be int32 or int64, got torch.float32"),
         (dict(ids=P.ids[:, :0]), {}, "topk_ids must have at least 1 column, got 0"),
-        (dict(ids=P.ids[1:]), {}, "topk_ids must have size 6 in dimension 0, got 5"),
+        (dict(ids=P.ids[1:]), {}, "topk_ids must have size 6 in dimension 0 .the rows of x., got 5"),
         (dict(scores=P.scores[:, 0]), {}, "topk_scores must have 2 dimensions, got 1"),
-        (dict(scores=P.scores.repeat(1, 2)), {}, "topk_scores must have size 1 in dimension 1, got 2"),
-        (dict(w_gate_up=P.w_gate_up[:1]), {}, "w_gate_up must have size 2 in dimension 0, got 1"),
+        (
+            dict(scores=P.scores.repeat(1, 2)),
+            {},
+            "topk_scores must have size 1 in dimension 1 .the columns of topk_ids., got 2",
+        ),
+        (
+            dict(w_gate_up=P.w_gate_up[:1]),
+            {},
+            "w_gate_up must have size 2 in dimension 0 .the experts of w_down., got 1",
+        ),
         (dict(w_gate_up=P.w_gate_up[:, 1:]), {}, "w_gate_up must have size 16 in dimension 1, got 15"),
-        (dict(w_gate_up=P.w_gate_up[:, :, 1:]), {}, "w_gate_up must have size 16 in dimension 2, got 15"),
+        (
+            dict(w_gate_up=P.w_gate_up[:, :, 1:]),
+            {},
+            "w_gate_up must have size 16 in dimension 2 .the columns of x., got 15",
+        ),
         ({}, dict(activation="relu2"), "w_gate_up must have size 8 in dimension 1, got 16"),
-        (dict(w_down=P.w_down[:, 1:]), {}, "w_down must have size 16 in dimension 1, got 15"),
+        (dict(w_down=P.w_down[:, 1:]), {}, "w_down must have size 16 in dimension 1 .the columns of x., got 15"),
         (dict(w_down=P.w_down[:0]), {}, "w_down must have from 1 to 1024 experts, got 0"),
         (dict(b_gate_up=P.b_gate_up[:, 1:]), {}, "b_gate_up must have size 16 in dimension 1, got 15"),
         (dict(b_down=P.b_down[0]), {}, "b_down must have 2 dimensions, got 1"),
@@ -303,6 +315,19 @@ def test_errors(change, options, message):
     with pytest.raises(RuntimeError, match=f"^experts: {message}"):
         biases = dict(b_gate_up=p.b_gate_up, b_down=p.b_down)
         experts(p.x, p.ids, p.scores, p.w_gate_up, p.w_down, **biases, **options)
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_scores", "w_gate_up", "w_down", "b_down"])
+def test_a_dtensor_is_refused(name, world_of_one):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    given = dict(x=P.x, topk_ids=P.ids, topk_scores=P.scores, w_gate_up=P.w_gate_up, w_down=P.w_down, b_down=P.b_down)
+    given[name] = distribute_tensor(given[name], mesh, [Shard(0)])
+    text = rf"^experts: {name} must be a tensor of the rank, got a DTensor; pass its to_local\(\), or use Experts, .*"
+    with pytest.raises(RuntimeError, match=text):
+        experts(**given)
 
 
 @pytest.mark.parametrize("shape", [(5, 0), (0,), (2, 3, 0)])

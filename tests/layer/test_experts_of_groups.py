@@ -154,7 +154,7 @@ def test_cuda_graph(gpu):
     [
         ({"offs": torch.tensor([37, 5, 20])}, "offs must be int32, got torch.int64"),
         ({"offs": torch.tensor([37, 5, 20], dtype=torch.int32)}, "offs must have size 4 in dimension 0, got 3"),
-        ({"scores": torch.rand(P - 1)}, f"scores must have size {P} in dimension 0, got {P - 1}"),
+        ({"scores": torch.rand(P - 1)}, f"scores must have size {P} in dimension 0 .the rows of x., got {P - 1}"),
         ({"scores": torch.rand(P, 2)}, "scores must have 1 dimension"),
         (
             {"x": torch.rand(P, D + 1)},

@@ -387,8 +387,56 @@ def test_scales_of_another_format_are_refused():
     w = torch.ones(2, 128, 128)
     of = {format: FrozenWeight(quantize_weight(w, format)) for format in ("mxfp8", "rowwise")}
     assert of["mxfp8"].scale_bytes.numel() == of["rowwise"].scale_bytes.numel()
+    state = {n: t for n, t in of["mxfp8"].state_dict().items() if n != "_extra_state"}
     with pytest.raises(RuntimeError, match="size mismatch for scale_bytes"):
-        of["rowwise"].load_state_dict(of["mxfp8"].state_dict())
+        of["rowwise"].load_state_dict(state)
+
+
+FROZEN = Recipe("rowwise"), Recipe("rowwise", dtype=torch.float8_e5m2), Recipe("mxfp8"), Recipe("mxfp8_rowmajor")
+
+
+@pytest.mark.parametrize("given", FROZEN, ids=str)
+@pytest.mark.parametrize("wanted", FROZEN, ids=str)
+def test_bytes_of_another_format_or_dtype_are_refused(wanted, given):
+    """With these sizes, the scales of both layouts of "mxfp8" have the same shape."""
+    module, state = module_of(wanted).freeze_(), module_of(given).freeze_().state_dict()
+    before = {n: t.clone() for n, t in module.state_dict().items()}
+    if wanted is given:
+        module.load_state_dict(state)
+        return
+    wider = {n: t.int() for n, t in state.items()}  # as other code may widen integers
+    text = f"^FrozenWeight: the state dict must have .* for gate_up_proj, got {given.format} in .*; freeze the module"
+    for state_dict in (state, wider):
+        with pytest.raises(RuntimeError, match=text):
+            module.load_state_dict(state_dict, strict=False)
+    for n, t in module.state_dict().items():
+        assert_same(t, before[n], n)
+
+
+def test_state_dicts_without_the_format_are_loaded():
+    """State dicts of earlier versions have bytes alone. A state dict without values cannot be compared."""
+    module, other = module_of("rowwise").freeze_(), module_of("rowwise").freeze_()
+    state = {n: t for n, t in module.state_dict().items() if not n.endswith("_extra_state")}
+    with torch.no_grad():
+        other.down_proj.q_bytes.zero_()
+    other.load_state_dict(state)
+    for n, t in other.state_dict().items():
+        assert_same(t, module.state_dict()[n], n)
+    other.load_state_dict({n: t.to("meta") for n, t in module.state_dict().items()}, assign=True)
+
+
+def test_a_state_dict_that_is_frozen_where_the_module_is_not():
+    trained, frozen, both = module_of("blockwise"), module_of("blockwise").freeze_(), module_of("blockwise")
+    both.freeze_(both=True)
+    for module, other, text in (
+        (trained, frozen, r"gate_up_proj of .* must be trained as the module's, got a frozen weight; call freeze_\(\)"),
+        (frozen, trained, r"gate_up_proj of .* must be frozen as the module's, got a trained weight; .*freeze_\(\)"),
+        (both, frozen, "must have both directions of gate_up_proj, got one; .* without both=True"),
+    ):
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match=text):
+                module.load_state_dict(other.state_dict(), strict=strict)
+    frozen.load_state_dict(both.state_dict(), strict=False)
 
 
 def test_a_frozen_weight_is_no_operand():

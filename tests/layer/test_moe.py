@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from derivatives import check_no_second_derivative
 from experts_problem import exact
 from helpers import assert_same, sqnr_db
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot, softplus
 from torch.utils.checkpoint import checkpoint
 
-from moe_fp8_ext import Experts, MoE, Recipe, Router, experts, reference
+from moe_fp8_ext import Experts, MoE, Recipe, Router, _torch, experts, reference
+from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.matmul.float32 import float32_mm
 from moe_fp8_ext.quantization.cost import MANY_ROWS
 
@@ -278,6 +280,49 @@ def test_what_is_no_module(arg):
         MoE(**modules)
 
 
+def test_modules_that_cannot_be_meant():
+    made, swapped = Experts(E, D, F), r"; modules are given as MoE\(router, experts\)"
+    for modules, text in (
+        ((made, router()), f"router must be a Router, or a module that returns a Routing, got Experts{swapped}"),
+        ((nn.Linear(D, E), made), "router must be a Router, or a module that returns a Routing, got Linear"),
+        ((MoE(router(), made), made), "router must be a Router, or a module that returns a Routing, got MoE"),
+        ((nn.Sequential(router()), router()), f"experts must be a module such as Experts, got Router{swapped}"),
+        ((router(), nn.Linear(D, D)), "experts must be a module such as Experts, got Linear"),
+    ):
+        with pytest.raises(TypeError, match=f"^MoE: {text}$"):
+            MoE(*modules)
+    x = tokens()
+    assert_same(MoE(nn.Sequential(router()), made)(x)[0], MoE(router(), made)(x)[0])
+    layer = MoE(nn.Sequential(nn.Linear(D, E)), made)
+    with pytest.raises(RuntimeError, match=r"^MoE: router must return a Routing \(topk_ids, .*\), got Tensor$"):
+        layer(x)
+
+
+@pytest.mark.parametrize("has_ep", [False, True])
+def test_errors_of_shared_experts(has_ep, request):
+    """A wrong shape would broadcast, or raise an error that names no argument."""
+    ep = None
+    if has_ep:
+        request.getfixturevalue("world_of_one")
+        ep = ExpertParallel(dist.group.WORLD, E, TOP_K)
+
+    layer, x = MoE(router(), Experts(E, D, F, ep=ep), nn.Identity()), tokens().view(2, 25, D)
+    for forward, text in (
+        (lambda x: x[..., :1], r"the shape of x, \[2, 25, 64\], got \[2, 25, 1\]"),
+        (lambda x: x[:1], r"the shape of x, \[2, 25, 64\], got \[1, 25, 64\]"),
+        (lambda x: (x, None), "a tensor, got tuple"),
+        (lambda x: x.long(), "floating-point numbers as x, torch.float32, got torch.int64"),
+        (lambda x: x.to("meta"), "a tensor on the device of x, cpu, got meta"),
+    ):
+        layer.shared_experts.forward = forward
+        with pytest.raises(RuntimeError, match=f"^MoE: shared_experts must return {text}$"):
+            layer(x)
+    if has_ep:
+        routing = layer.gate(x.view(50, D))
+        with pytest.raises(RuntimeError, match=r"^ExpertParallel: shared_experts must return .*, got \[50, 1\]$"):
+            layer.experts(x.view(50, D), *routing[:2], shared_experts=lambda x: x[:, :1])
+
+
 def test_numbers_of_numpy():
     numpy = pytest.importorskip("numpy", reason="torch runs without it")
     made = router(scaling_factor=numpy.float32(2.5), balance_loss=numpy.float64(0.1), z_loss=1)
@@ -319,7 +364,9 @@ def test_counts_on_the_meta_device():
 
 
 def test_a_router_without_a_bias_has_none_to_move():
-    with pytest.raises(RuntimeError, match="^Router: bias_rate must not be 0 for update_bias, got 0$"):
+    with pytest.raises(
+        RuntimeError, match="^Router: the constructor's bias_rate must not be 0 for update_bias, got 0$"
+    ):
         router().update_bias()
 
 
@@ -487,3 +534,68 @@ def test_export_with_any_number_of_tokens(strict, recipe):
         for count in (3, 35, 100):
             x = torch.randn(2, count, 32)
             assert_same(program.module()(x)[0], model(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("recipe", "blockwise", r"call moe_fp8_ext.convert_\(module, recipe\)"),
+        *((name, "silu", "construct another module") for name in ("activation", "keep")),
+        *((name, True, "construct another module") for name in ("interleaved", "main_grad", "delay_wgrad")),
+        *((name, 9, "construct another module") for name in ("num_experts", "hidden_size", "intermediate_size")),
+        ("lora_rank", 9, "construct another module"),
+    ],
+)
+def test_arguments_of_the_constructor_are_read_only(name, value, instead):
+    """Forward would not see an assigned value."""
+    options = dict(recipe=Recipe("mxfp8"), activation="geglu", keep="bf16", lora_rank=2)
+    sizes = dict(num_experts=E, hidden_size=D, intermediate_size=F)
+    made = Experts(**sizes, **options)
+    before = getattr(made, name)
+    assert before == {**options, **sizes}.get(name, False)
+    with pytest.raises(AttributeError, match=f"^Experts: {name} must not be assigned, got {value!r}; {instead}$"):
+        setattr(made, name, value)
+    assert getattr(made, name) == before
+
+
+def test_the_router_of_a_layer_is_its_gate():
+    layer = MoE(router(), Experts(E, D, F))
+    with pytest.raises(AttributeError, match="^MoE: router must not be assigned; the attribute of the router is gate$"):
+        layer.router = router()
+    layer.gate = router(top_k=1)
+    assert layer.gate(tokens()).topk_ids.shape[1] == 1 and not hasattr(layer, "router")
+
+
+@pytest.mark.skipif(_torch.ONLY_PUBLIC, reason="casts are overridden by a private name of torch")
+@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
+def test_casts_keep_the_bias_in_float32(cast, device):
+    """bfloat16 has steps of 2^-9 from 0.5 on, so steps of 1e-3 would move nothing."""
+    made = router(device, bias_rate=1e-3)
+    before = made.e_score_correction_bias.clone()
+    layer = cast(nn.Sequential(made))
+    assert made.weight.dtype != torch.float32
+    assert_same(made.e_score_correction_bias, before)
+    for _ in range(100):
+        made.tokens_per_expert[0] = 9
+        made.update_bias()
+    # Each of the 100 sums of numbers below 4 rounds by 2^-23 at most, and the step itself by less.
+    assert made.e_score_correction_bias[0].item() == pytest.approx(before[0].item() - 0.1, abs=100 * 2**-22)
+    meta = layer.to("meta")[0].bfloat16()
+    assert meta.e_score_correction_bias.dtype == torch.float32 and meta.e_score_correction_bias.is_meta
+    state = {n: t.bfloat16() for n, t in router(device, bias_rate=1e-3).state_dict().items()}
+    made.load_state_dict(state, assign=True)
+    assert made.weight.dtype == torch.bfloat16 and made.tokens_per_expert.device == made.weight.device
+    assert_same(made.e_score_correction_bias, state["e_score_correction_bias"].float())
+
+
+@pytest.mark.parametrize("shape", [(D,), (50, D), (2, 25, D), (0, D)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_output_is_a_view(shape, shared, device):
+    """If a caller writes to an output that is a view, autograd replaces the node that hooks of modules belong to."""
+    layer = MoE(router(device), Experts(E, D, F, device=device), nn.Linear(D, D, device=device) if shared else None)
+    x = torch.randn(shape, device=device)
+    out, loss = layer(x)
+    routing = layer.gate(x.reshape(-1, D))
+    assert out.shape == x.shape
+    for t in (out, loss, *routing, layer.experts(x.reshape(-1, D), routing.topk_ids, routing.topk_scores)):
+        assert not t._is_view()

@@ -92,6 +92,10 @@ def test_weights_that_are_not_transposed():
     call = partial(layer, torch.zeros(32, 1).long(), torch.ones(32, 1))
     text = "experts: w_down must have size 16 in dimension 1, got 32; it is [E, D, F], not [E, F, D]"
     check_refused(text, lambda: call(UP, DOWN.mT.contiguous()))
+    text = "experts: w_gate_up must have size 16 in dimension 2, got 64; it is [E, 2 F, D], not [E, D, 2 F]"
+    check_refused(text, lambda: call(UP.mT.contiguous(), DOWN))
+    text = "experts: w_gate_up must have size 16 in dimension 2, got 32; it is [E, F, D], not [E, D, F]"
+    check_refused(text, lambda: call(UP[:, :32].mT, DOWN, activation="relu2"))
 
 
 def test_square_weights():
