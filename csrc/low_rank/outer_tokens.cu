@@ -30,29 +30,17 @@ using OuterPartial = float[kOuterWarps][8][4][32];  // sums of each warp, instru
 MOE_DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
 MOE_DEVICE uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
 
-// The indices of a lane's four rows of a step, or the rows themselves without indices. -1: no row. A step's indices are
-// loaded two steps ahead, and its scores one step ahead, so that no load waits for another.
-struct OuterIndices { int at[4]; };
-MOE_DEVICE OuterIndices load_indices(const OuterTokensParams& p, uint32_t row, uint32_t end) {
-  OuterIndices found;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t at = row + i % 2 + i / 2 * 8;
-    found.at[i] = at >= end ? -1 : p.source.at ? p.source.at[at] : int(at);
-  }
-  return found;
-}
-
 // What a lane needs to load its four rows of a step: their tokens, or -1, and scores.
 struct OuterSlots {
   int token[4];
   float score[4];
 };
-MOE_DEVICE OuterSlots load_slots(const OuterTokensParams& p, const OuterIndices& indices) {
+MOE_DEVICE OuterSlots load_slots(const OuterTokensParams& p, uint32_t row, uint32_t end) {
   OuterSlots found;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int slot = p.source.at && uint32_t(indices.at[i]) >= p.source.limit ? -1 : indices.at[i];
+    const uint32_t at = row + i % 2 + i / 2 * 8;
+    const int slot = at < end ? slot_of(p.source, at) : -1;
     found.token[i] = slot < 0 ? -1 : p.source.at ? int(p.source.row_of(uint32_t(slot))) : slot;
     found.score[i] = slot >= 0 && p.scores ? p.scores[slot] : 1.f;
   }
@@ -168,13 +156,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kOuterThreads, outer_blocks(16 * kSixteens * P
     const int64_t column = first_column + lane / 4 * Piece::kColumns;
     const uint32_t end = begins[e + 1], begin = begins[e] + warp * kOuterStep + lane % 4 * 2;
     float sum[kSixteens][Piece::kEights][8][4] = {};
-    OuterSlots slots = load_slots(p, load_indices(p, begin, end));
-    OuterIndices indices = load_indices(p, begin + kStride, end);
+    OuterSlots slots = load_slots(p, begin, end);
 #pragma unroll 1
     for (uint32_t row = begin; row - lane % 4 * 2 < end; row += kStride) {
       const auto rows = load_outer<Piece, kSixteens>(p, row, slots, column, p.u + rank, ranks);
-      const OuterSlots next = load_slots(p, indices);  // the loads above are still under way
-      indices = load_indices(p, row + 2 * kStride, end);
+      const OuterSlots next = load_slots(p, row + kStride, end);  // the loads above are still under way
       add_outer<Piece, kSixteens>(p, rows, slots, sum);
       slots = next;
     }
