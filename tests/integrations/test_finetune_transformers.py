@@ -23,7 +23,12 @@ SIZES = dict(
     **dict(hidden_size=64, intermediate_size=48, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2),
     **dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=256),
 )
-TEXT = ROOT / "README.md"
+SENTENCES = (
+    "A router sends each token to a few experts.",
+    "An expert multiplies its tokens by two weights.",
+    "Weights are quantized once, and tokens in every step.",
+    "A scale covers a row, or a block of 128 values.",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("qwen3_moe", **SIZES)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text whose loss falls in a few steps. It is no page of the project, because losses depend on the text."""
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text(" ".join(SENTENCES * 40))
     return path
 
 
@@ -68,10 +81,10 @@ def ends(printed: str) -> tuple[float, float]:
     return tuple(map(float, re.search(r"^loss (\S+) in the first step, (\S+) in the last", printed, re.M).groups()))
 
 
-def test_loop(finetune, folder, tmp_path):
+def test_loop(finetune, folder, corpus, tmp_path):
     by_name, steps = {}, {}
     for name in ("grouped_mm", "moe_fp8"):
-        printed = finetune(folder, TEXT, "--out", tmp_path, "--loop", "--implementation", name, *OPTIONS)
+        printed = finetune(folder, corpus, "--out", tmp_path, "--loop", "--implementation", name, *OPTIONS)
         steps[name] = re.findall(r"^step \d+: loss (\S+)", printed, re.M)
         assert len(steps[name]) == STEPS
         by_name[name] = ends(printed)
@@ -80,24 +93,24 @@ def test_loop(finetune, folder, tmp_path):
     assert by_name["moe_fp8"][1] < 0.9 * by_name["moe_fp8"][0]
 
 
-def test_documented_command(finetune, folder, tmp_path):
+def test_documented_command(finetune, folder, corpus, tmp_path):
     """Uses Trainer if accelerate is installed. The result is a model folder again."""
     (block,) = blocks("docs/transformers.md", "Fine-tuning", "bash")
     command = block.removeprefix("python examples/finetune_transformers.py ").split()
-    places = {"path/to/model": folder, "text.txt": TEXT, "path/to/finetuned": tmp_path}
+    places = {"path/to/model": folder, "text.txt": corpus, "path/to/finetuned": tmp_path}
     assert places.keys() < set(command)
     first, last = ends(finetune(*(places.get(word, word) for word in command), *OPTIONS))
     assert last < 0.9 * first
     assert "moe_fp8" not in (tmp_path / "config.json").read_text()
-    again, _ = ends(finetune(tmp_path, TEXT, "--out", tmp_path / "again", *OPTIONS))
+    again, _ = ends(finetune(tmp_path, corpus, "--out", tmp_path / "again", *OPTIONS))
     assert again < 0.9 * first
 
 
-def test_adapters(finetune, folder, tmp_path):
+def test_adapters(finetune, folder, corpus, tmp_path):
     """The documented command trains adapters alone, as PEFT's own product does, and saves what PEFT loads."""
     peft = pytest.importorskip("peft")
     (block,) = blocks("docs/finetuning.md", None, "bash")
-    places = {"path/to/model": folder, "text.txt": TEXT}
+    places = {"path/to/model": folder, "text.txt": corpus}
     command = [places.get(word, word) for word in block.split()[2:]]
     assert {*places.values()} < {*command} and command[-1] == "path/to/adapter"
     by_name = {}
@@ -116,7 +129,7 @@ def test_adapters(finetune, folder, tmp_path):
     assert len(names) == 2 * 2 * (4 + 2)  # A and B of 4 weights of attention and 2 of experts, in 2 layers
 
 
-def test_adapters_of_an_fp8_checkpoint(example, finetune, folder, tmp_path, monkeypatch):
+def test_adapters_of_an_fp8_checkpoint(example, finetune, folder, corpus, tmp_path, monkeypatch):
     """Experts stay in FP8, as on a GPU; only recipe "blockwise" has their blocks."""
     pytest.importorskip("peft")
     checkpoint = fp8_checkpoints.write(tmp_path / "fp8", vocab_size=256)
@@ -125,12 +138,12 @@ def test_adapters_of_an_fp8_checkpoint(example, finetune, folder, tmp_path, monk
     monkeypatch.setattr(example, "AutoModelForCausalLM", as_on_a_gpu)
     options = "--lora", "--loop", *OPTIONS, "--lr", "0.03", "--out", tmp_path / "adapter"
     blockwise = "--implementation", "moe_fp8_blockwise", *options
-    first, last = ends(finetune(checkpoint, TEXT, *blockwise, "--fp8-checkpoint", tmp_path / "merged"))
+    first, last = ends(finetune(checkpoint, corpus, *blockwise, "--fp8-checkpoint", tmp_path / "merged"))
     assert last < 0.9 * first
-    again, _ = ends(finetune(tmp_path / "merged", TEXT, *blockwise))
+    again, _ = ends(finetune(tmp_path / "merged", corpus, *blockwise))
     assert again < 0.95 * first
     with pytest.raises(SystemExit, match='the recipe must be "blockwise" for an FP8 checkpoint'):
-        finetune(checkpoint, TEXT, "--implementation", "moe_fp8_rowwise", *options)
+        finetune(checkpoint, corpus, "--implementation", "moe_fp8_rowwise", *options)
 
 
 @pytest.mark.parametrize(
@@ -141,18 +154,18 @@ def test_adapters_of_an_fp8_checkpoint(example, finetune, folder, tmp_path, monk
         (("--batch", 5000), r"the text must fill a batch of 5000 x 32 tokens, got \d+ sequences"),
     ],
 )
-def test_what_cannot_be_trained(finetune, folder, tmp_path, options, text):
+def test_what_cannot_be_trained(finetune, folder, corpus, tmp_path, options, text):
     with pytest.raises(SystemExit, match=text):
-        finetune(folder, TEXT, "--out", tmp_path, *OPTIONS, *options)
+        finetune(folder, corpus, "--out", tmp_path, *OPTIONS, *options)
 
 
-def test_model_without_experts(finetune, folder, tmp_path):
+def test_model_without_experts(finetune, folder, corpus, tmp_path):
     dense = {name: size for name, size in SIZES.items() if "expert" not in name and "moe" not in name}
     config = transformers.AutoConfig.for_model("qwen3", **dense)
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="must have experts that Transformers lets others multiply"):
-        finetune(tmp_path, TEXT, "--out", tmp_path, *OPTIONS)
+        finetune(tmp_path, corpus, "--out", tmp_path, *OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +174,11 @@ def test_model_without_experts(finetune, folder, tmp_path):
 )
 def test_bad_options(finetune, folder, tmp_path, capsys, options, text):
     with pytest.raises(SystemExit):
-        finetune(folder, TEXT, "--out", tmp_path, *options)
+        finetune(folder, corpus, "--out", tmp_path, *options)
     assert text in capsys.readouterr().err
 
 
 def test_folder_without_a_model(finetune, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        finetune(tmp_path, TEXT, "--out", tmp_path)
+        finetune(tmp_path, corpus, "--out", tmp_path)
     assert "config.json is no file; model must be a folder as save_pretrained writes it" in capsys.readouterr().err

@@ -531,6 +531,12 @@ def another_forward() -> None:
         assert integration._HANDED not in vars(experts)
 
 
+def merged_in_fp8() -> None:
+    with TemporaryDirectory() as folder:
+        model = fp8_checkpoints.load(fp8_checkpoints.write(Path(folder), vocab_size=SIZES["vocab_size"]))
+    peft.get_peft_model(model, lora_config()).merge_adapter()
+
+
 def several_without_convert() -> None:
     model = two_adapters(layer(implementation="moe_fp8_bf16"))
     each(model, STATES["both"])
@@ -561,6 +567,7 @@ MISTAKES = {
     "lora.ParamWrapper does not work with lora_dropout != 0": dropout,
     "adapters of gate_up_proj in FP8 must be handed over as factors": fp8_without_convert,
     "must take the adapter of gate_up_proj, got a forward that is not moe_fp8_ext's": another_forward,
+    "Promotion for Float8 Types is not supported": merged_in_fp8,
     "are computed as PEFT does, by W + B A": several_without_convert,
     "forward must be its class's own, got another that the module itself has": forward_of_a_plan,
     "A of lora_gate_up must be on the device of x": offloaded,
