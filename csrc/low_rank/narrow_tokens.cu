@@ -40,7 +40,7 @@ MOE_DEVICE void add_narrow(const NarrowTokensParams& p, const int64_t (&token)[k
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t w = first + u * kStep * kNarrowWarps + lane % 4 * Piece::kColumns;
 #pragma unroll
-      for (int h = 0; h < kHalfRows; ++h) a[u][h] = Piece::load(p.x, row[h], w, w < p.W);
+      for (int h = 0; h < kHalfRows; ++h) a[u][h] = token[h] >= 0 && w < p.W ? Piece::load(p.x, row[h], w) : Piece{};
 #pragma unroll
       for (int c = 0; c < Piece::kEights; ++c)
 #pragma unroll

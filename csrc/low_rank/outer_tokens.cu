@@ -61,7 +61,7 @@ MOE_DEVICE OuterRows<Piece, kSixteens> load_outer(const OuterTokensParams& p, ui
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int64_t at = int64_t(row) + i % 2 + i / 2 * 8, token = slots.token[i];
-    found.x[i] = Piece::load(p.x, Piece::row(p.x, token), column, column < p.W);
+    found.x[i] = token >= 0 && column < p.W ? Piece::load(p.x, Piece::row(p.x, token), column) : Piece{};
 #pragma unroll
     for (int s = 0; s < kSixteens; ++s) {
       const bool valid = token >= 0 && 16 * s < ranks;

@@ -1,7 +1,6 @@
 // The 16 bytes that a lane loads of a row of x: 8 columns of bfloat16, or 16 columns of FP8 and their scale.
 #pragma once
 #include "low_rank/tokens.h"
-#include "platform/l1.h"
 #include "platform/mma.h"
 #include "primitives/elements.h"
 #include "primitives/operand.h"
@@ -17,13 +16,12 @@ MOE_DEVICE float element(const TokenRows& x, int64_t token, int64_t w) {
 
 struct Bf16Piece {
   static constexpr int kColumns = 8, kEights = kColumns / 8;
-  using Row = const uint16_t*;  // null: a row of zeros
+  using Row = const uint16_t*;
   Vec16 bytes;
 
-  static MOE_DEVICE Row row(const TokenRows& x, int64_t token) { return token < 0 ? nullptr : x.bfloat16(token); }
-  static MOE_DEVICE Bf16Piece load(const TokenRows&, Row row, int64_t column, bool is_inside) {
-    // The L1 is for the factor. On an H200, [16384, 2048] took 152 us instead of 172.
-    return {row && is_inside ? load_past_l1(reinterpret_cast<const Vec16*>(row + column)) : Vec16{}};
+  static MOE_DEVICE Row row(const TokenRows& x, int64_t token) { return x.bfloat16(token); }
+  static MOE_DEVICE Bf16Piece load(const TokenRows&, Row row, int64_t column) {
+    return {*reinterpret_cast<const Vec16*>(row + column)};
   }
   MOE_DEVICE const Vec16& eight(int) const { return bytes; }  // eight columns in bfloat16
 };
@@ -35,11 +33,8 @@ struct Fp8Piece {
   Vec16 bytes;
   float scale;
 
-  static MOE_DEVICE Row row(const TokenRows& x, int64_t token) {
-    return token < 0 ? Row{} : Row{x.fp8(token), x.scales(token)};
-  }
-  static MOE_DEVICE Fp8Piece load(const TokenRows& x, Row row, int64_t column, bool is_inside) {
-    if (!row.q || !is_inside) return {};
+  static MOE_DEVICE Row row(const TokenRows& x, int64_t token) { return {x.fp8(token), x.scales(token)}; }
+  static MOE_DEVICE Fp8Piece load(const TokenRows& x, Row row, int64_t column) {
     return {*reinterpret_cast<const Vec16*>(row.q + column), row.scales[x.scale_at(column)]};
   }
   MOE_DEVICE Vec16 eight(int i) const {
