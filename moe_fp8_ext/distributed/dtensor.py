@@ -35,11 +35,18 @@ def of_rank(name: str, parameter: Tensor | None) -> Tensor | None:
     return parameter.to_local()
 
 
-def of_all(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Returns the DTensor of which `parameter` is this rank's part."""
+def of_all(parameter: Tensor, mesh: DeviceMesh, num_experts: int | None = None) -> Tensor:
+    """Returns the DTensor of which `parameter` is this rank's part.
+
+    num_experts: of all ranks. None: every rank has the same number.
+    """
     from torch.distributed.tensor import DTensor, Shard
 
-    return DTensor.from_local(parameter, mesh, [Shard(0)], run_check=False)
+    whole = {}
+    if num_experts is not None:
+        shape = num_experts, *parameter.shape[1:]
+        whole = dict(shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride())
+    return DTensor.from_local(parameter, mesh, [Shard(0)], run_check=False, **whole)
 
 
 @torch.no_grad()

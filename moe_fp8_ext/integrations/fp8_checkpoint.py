@@ -112,9 +112,10 @@ def _refuse(text: str, got: object) -> NoReturn:
 _FROZEN = "_moe_fp8_ext_frozen"
 
 
-def freeze(module: nn.Module) -> None:
-    """Freezes experts while they are loaded, and marks them."""
-    module.requires_grad_(False)
+def freeze(module: nn.Module, *names: str) -> None:
+    """Freezes all parameters of experts, or the given ones, while they are loaded, and marks the experts."""
+    for parameter in (getattr(module, name) for name in names) if names else module.parameters():
+        parameter.requires_grad_(False)
     setattr(module, _FROZEN, True)
 
 

@@ -11,6 +11,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moe_fp8_ext.integrations import fp8_checkpoint
 from moe_fp8_ext.integrations.fp8_checkpoint import scale_shape
 from moe_fp8_ext.integrations.fp8_loading import dtypes_of, refuse_without_scales
 from moe_fp8_ext.ops import dequantize, quantize_weight
@@ -128,9 +129,7 @@ class Mxfp4Quantizer(HfQuantizer):
         rounded = 0
         for module in model.modules():
             if hasattr(module, "is_transposed"):
-                for name in _PROJECTIONS:
-                    getattr(module, name).requires_grad_(False)
-                    getattr(module, f"{name}_scale_inv").requires_grad_(False)
+                fp8_checkpoint.freeze(module, *_PROJECTIONS, *(f"{name}_scale_inv" for name in _PROJECTIONS))
                 module.num_rounded = int(module.num_rounded)
                 rounded += module.num_rounded
         if rounded:

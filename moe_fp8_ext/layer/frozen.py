@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from moe_fp8_ext.distributed.dtensor import is_dtensor, of_all
 from moe_fp8_ext.ops.checks import dtype_name, fail, has_values
 from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
 
@@ -26,16 +27,20 @@ class FrozenWeight(nn.Module):
     Attributes:
         q, scale: the operand of products over K.
         q_t, scale_t: the operand of products over N, or None.
+        device_mesh: the ranks over which experts are sharded, or None. State dicts then have DTensors, as they have of
+            trained weights, so `torch.distributed.checkpoint` saves the experts of all ranks.
 
     Args:
         weight: a `Quantized` along rows, or the pair of `quantize_weight`.
+        of: the DTensor, sharded by expert, whose part of this rank was quantized. None: the weight is whole.
 
     Raises:
         RuntimeError: weight is not a quantized weight.
     """
 
-    def __init__(self, weight: Quantized | Pair) -> None:
+    def __init__(self, weight: Quantized | Pair, of: Tensor | None = None) -> None:
         super().__init__()
+        self.device_mesh, self._num_experts = (of.device_mesh, of.shape[0]) if is_dtensor(of) else (None, None)
         first = weight[0] if isinstance(weight, (tuple, list)) and weight else weight
         if not isinstance(first, Quantized):
             fail("FrozenWeight", f"weight must be a Quantized or a pair of them, got {type(first).__name__}")
@@ -49,6 +54,7 @@ class FrozenWeight(nn.Module):
                 self.dtypes[name + suffix] = None if part is None else values.dtype
                 stored = None if part is None else values.unsqueeze(-1).view(torch.uint8)
                 self.register_buffer(f"{name}{suffix}_bytes", stored)
+        self.register_state_dict_post_hook(_shard_state)
         self.register_load_state_dict_pre_hook(_check_state)
 
     def _values(self, name: str) -> Tensor | None:
@@ -86,12 +92,23 @@ class FrozenWeight(nn.Module):
         return f"{tuple(self.shape)}, format={self.format!r}, directions={1 if self.q_t is None else 2}"
 
 
+def _shard_state(weight: FrozenWeight, state_dict: dict[str, object], prefix: str, *_: object) -> None:
+    """Runs after the state dict of a weight was made. Dimension 0 of every buffer is the experts."""
+    if weight.device_mesh is not None:
+        for name, _ in weight.named_buffers():
+            key = f"{prefix}{name}"
+            state_dict[key] = of_all(state_dict[key], weight.device_mesh, weight._num_experts)
+
+
 def _check_state(weight: FrozenWeight, state_dict: dict[str, object], prefix: str, *more: object) -> None:
     """Runs before a state dict is loaded. Raises if its bytes are not what the weight takes them for.
 
     Also with strict=False, as for sizes that differ: the module would compute nonsense, or gradients of other weights.
     """
     name = prefix.removesuffix(".") or "the weight"
+    if weight.device_mesh is not None:
+        for key in [key for key, t in state_dict.items() if key.startswith(prefix) and is_dtensor(t)]:
+            state_dict[key] = state_dict[key].to_local()
     kind = state_dict.setdefault(f"{prefix}_extra_state", weight.get_extra_state())  # older state dicts have none
     got = bytes(kind.byte().tolist()).decode() if has_values(kind) else weight._kind()
     if got != weight._kind():

@@ -128,7 +128,6 @@ class Experts(nn.Module):
             check_bool("Experts", name, value)
         self.delayed = DelayedWgrads() if delay_wgrad else None
         self._num_experts, self.ep, self.adds_to_main_grad = num_experts, ep, main_grad
-        self.frozen_mesh = None  # over which weights were sharded that `freeze_` has quantized
         recipe = get_recipe(recipe, "Experts")
         self.options = dict(recipe=recipe, activation=activation, interleaved=interleaved, keep=keep)
         check_fits(ep, num_experts, recipe)
@@ -169,23 +168,27 @@ class Experts(nn.Module):
                 element, and saves the transpose in backward. Other formats always hold both directions.
 
         Raises:
-            RuntimeError: the recipe does not always multiply in FP8, such as "bf16" and "auto". Nothing is changed.
+            RuntimeError: the recipe does not always multiply in FP8, such as "bf16" and "auto"; or a weight is no
+                parameter, because it is parametrized. Nothing is changed.
         """
         check_bool("Experts.freeze_", "both", both)
         recipe, names = self.options["recipe"], (self.up, "down_proj")
         is_fp8 = recipe.format is not None and not recipe.bf16_where_faster
         text = f"Experts.freeze_: recipe must be one that always multiplies in fp8, got {recipe.name!r}"
         require(is_fp8, f"{text}; give Experts a recipe such as 'blockwise'")
+        own = {name for name, _ in (*self.named_parameters(recurse=False), *self.named_children())}
+        for name in names:
+            text = f"Experts.freeze_: {name} must be a parameter of the module, got one that is computed"
+            require(name in own, f"{text}; call torch.nn.utils.parametrize.remove_parametrizations first")
         alone = FORMATS[recipe.format].has_square_blocks and not both
         how = dict(dtype=recipe.dtype, rounding=recipe.rounding)
         for name in names:
-            weight = of_rank(name, getattr(self, name))
+            weight = getattr(self, name)
             if isinstance(weight, FrozenWeight):
                 continue
-            pair = quantize_weight(weight.detach(), recipe.format, **how)
-            self.frozen_mesh = getattr(getattr(self, name), "device_mesh", None)
+            pair = quantize_weight(of_rank(name, weight).detach(), recipe.format, **how)
             delattr(self, name)  # the place of a parameter cannot hold a module
-            setattr(self, name, FrozenWeight(pair[0] if alone else pair))
+            setattr(self, name, FrozenWeight(pair[0] if alone else pair, weight))
         return self
 
     def _parameter(self, *size: int, **options: object) -> nn.Parameter:
@@ -226,7 +229,7 @@ class Experts(nn.Module):
         require(shared_experts is None, "Experts: shared_experts must be None without ep, got one")
         if not is_dtensor(x):
             return self._of_rank(*call)
-        mesh = getattr(self.down_proj, "device_mesh", self.frozen_mesh)
+        mesh = getattr(self.down_proj, "device_mesh", None)
         return sum_of_ranks(self._of_rank, mesh, self.num_experts, *call)
 
     def _of_rank(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:

@@ -21,11 +21,13 @@ from moe_fp8_ext.ops.checks import (
     check_parameter_dtype,
     check_shape,
     check_sizes,
+    contents,
     dtype_name,
     either,
     fail,
     is_int,
     require,
+    validate_ids,
 )
 from moe_fp8_ext.ops.dispatch import differentiable_once, unit_stride
 from moe_fp8_ext.ops.router import GROUP_SCORES, SCORINGS, check_choice, choose_experts, choose_experts_backward
@@ -222,8 +224,9 @@ class Router(_torch.ModuleWithFloat32):
             mask: [T] bool, True for real tokens. A padding token chooses no expert: its ids are -1, its scores 0. It
                 adds nothing to losses, counts and gradients. None: all tokens are real.
             topk_ids: [T, top_k] int32 or int64, the choice of an earlier call or of a table, in place of this call's.
-                Scores are computed from this call's logits, with gradients. Slots of ids out of [0, E) are dropped. An
-                expert may stand in one slot of a token at most.
+                Scores are computed from this call's logits, with gradients. An id of -1 drops its slot. So does any id
+                out of [0, E), or it raises, as in `moe_fp8_ext.experts`. An expert may stand in one slot of a token at
+                most.
             topk_scores: [T, top_k], with topk_ids only: these scores in place of computed ones. The weight then has
                 gradients of the losses alone.
         """
@@ -250,6 +253,9 @@ class Router(_torch.ModuleWithFloat32):
         if mask is not None:
             cause = ", got {0} (an attention_mask of 0 and 1: pass attention_mask.bool())"
             require(mask.dtype == torch.bool, "Router: mask must be torch.bool" + cause.format(mask.dtype))
+        if topk_ids is not None and not is_dtensor(topk_ids) and contents(topk_ids) is not None:
+            ids = topk_ids if mask is None else topk_ids.masked_fill(~mask[:, None], -1)  # ids of padding may be any
+            validate_ids("Router", ids, self.weight.shape[0])
         if topk_scores is not None:
             require(topk_ids is not None, "Router: topk_scores must be None without topk_ids, got a tensor")
             check_dense("Router", "topk_scores", topk_scores, 2)

@@ -218,21 +218,25 @@ def check_modules(world: World) -> None:
 
 
 def check_checkpoints(world: World) -> None:
-    """Checkpoints of groups of ranks load into a group twice as large, and into one process."""
-    ep = ExpertParallel(meshes(world, max(world.size // 2, 1))["ep"], EXPERTS, 2)
-    torch.manual_seed(3)
-    saved = module(world, ep=ep)
-    folder = world.folder / "checkpoint"
-    checkpoint.save(saved.state_dict(), checkpoint_id=folder)
-    larger = module(world, ep=ExpertParallel(meshes(world, world.size)["ep"], EXPERTS, 2))
-    for other, alone in ((larger, False), (module(world), True)):
-        with torch.no_grad():
-            for p in other.parameters():
-                p.zero_()
-        checkpoint.load(other.state_dict(), checkpoint_id=folder, no_dist=alone)
-        for name, p in other.named_parameters():
-            whole = getattr(saved, name)
-            assert torch.equal(p if alone else p.full_tensor(), whole.full_tensor()), name
+    """Checkpoints of groups of ranks load into a group twice as large, and into one process. So do frozen weights."""
+    for freeze in (lambda experts: experts, Experts.freeze_):
+        ep = ExpertParallel(meshes(world, max(world.size // 2, 1))["ep"], EXPERTS, 2)
+        torch.manual_seed(3)
+        saved = freeze(module(world, ep=ep))
+        folder = world.folder / f"checkpoint {freeze.__name__}"
+        checkpoint.save(saved.state_dict(), checkpoint_id=folder)
+        larger = freeze(module(world, ep=ExpertParallel(meshes(world, world.size)["ep"], EXPERTS, 2)))
+        for other, alone in ((larger, False), (freeze(module(world)), True)):
+            with torch.no_grad():
+                for t in (*other.parameters(), *other.buffers()):
+                    t.zero_()
+            state = other.state_dict()
+            checkpoint.load(state, checkpoint_id=folder, no_dist=alone)
+            other.load_state_dict(state)
+            for name, t in other.state_dict().items():
+                whole = saved.state_dict()[name]
+                assert torch.equal(*(t.full_tensor() if isinstance(t, DTensor) else t for t in (t, whole))), name
+                assert isinstance(whole, DTensor) or name.endswith("_extra_state")
 
 
 def check_documents(world: World) -> None:

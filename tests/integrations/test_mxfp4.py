@@ -142,6 +142,9 @@ def test_load(tmp_path):
         assert (name in trained) == (not name.endswith(("gate_up_proj", "down_proj")))
         if name in trained:
             assert (trained[name].double() - p.grad).norm() <= TOLERANCE * p.grad.norm(), name
+    model.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="^moe_fp8: gate_up_proj must not ask for a gradient"):
+        loss(model)
 
 
 def test_load_refuses(tmp_path):

@@ -603,3 +603,12 @@ def test_moves_and_copies():
     ):
         with pytest.raises(RuntimeError, match=f"^Quantized.copy_: {text}$"):
             first.copy_(wrong)
+
+
+def test_parametrized_weights_are_not_frozen():
+    experts = Experts(4, 64, 32)
+    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
+    text = "^Experts.freeze_: down_proj must be a parameter of the module, got one that is computed; call torch.nn"
+    with pytest.raises(RuntimeError, match=text):
+        experts.freeze_()
+    assert isinstance(experts.gate_up_proj, torch.nn.Parameter)

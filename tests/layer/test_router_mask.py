@@ -155,12 +155,22 @@ def test_compiled():
         (dict(mask=torch.ones(T, device="meta").bool()), "mask must be on the device of x, cpu, got meta"),
         (dict(topk_ids=torch.zeros(T, TOP_K)), "topk_ids must be torch.int32 or torch.int64, got torch.float32"),
         (dict(topk_ids=torch.zeros(T, 2).long()), "topk_ids must have size 3 in dimension 1, got 2"),
+        (dict(topk_ids=torch.full((T, TOP_K), E)), f"topk_ids must be -1 or from 0 to {E - 1}, got {E} in slot 0"),
+        (dict(topk_ids=torch.full((T, TOP_K), -2)), f"topk_ids must be -1 or from 0 to {E - 1}, got -2 in slot 0"),
         (dict(topk_scores=torch.zeros(T, TOP_K)), "topk_scores must be None without topk_ids, got a tensor"),
     ],
 )
 def test_errors(given, message):
     with pytest.raises(RuntimeError, match=f"^Router: {message}$"):
         router()(torch.zeros(T, D), **given)
+
+
+def test_given_ids_of_padding_may_be_any():
+    mask, made = torch.arange(T) % 5 > 0, router()
+    ids = made(torch.zeros(T, D), mask).topk_ids
+    assert (ids[~mask] == -1).all()
+    garbage = torch.where(mask[:, None], ids, 10**6)
+    assert torch.equal(made(torch.zeros(T, D), mask, topk_ids=garbage).topk_ids, ids)
 
 
 def test_errors_of_a_layer():
