@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import MethodType
 from typing import NoReturn
 
 import torch
@@ -157,7 +158,7 @@ def check_module(op: str, arg: str, value: object) -> None:
 def check_has_forward(op: str, arg: str, module: torch.nn.Module) -> None:
     """Checks that a module can be called. Containers such as a ModuleList cannot."""
     has_own_call = type(module).__call__ is not torch.nn.Module.__call__
-    if not has_own_call and getattr(module.forward, "__func__", None) is torch.nn.Module.forward:
+    if not has_own_call and module.forward == MethodType(torch.nn.Module.forward, module):
         cause = "; call its modules in the forward of another one" if len(list(module.children())) else ""
         raise TypeError(f"{op}: {arg} must be a module with a forward, got {type(module).__name__}{cause}")
 
