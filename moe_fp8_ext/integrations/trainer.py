@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import time
 import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from moe_fp8_ext.integrations.convert import fp8_report
 from moe_fp8_ext.integrations.transformers import implementation_of
+from moe_fp8_ext.ops.checks import check_int, check_number, require
 from moe_fp8_ext.training.flops import count_torch_products
 from moe_fp8_ext.training.stats import stats
 
@@ -30,9 +34,17 @@ class StatsCallback(TrainerCallback):
         trainer: the Trainer whose model is measured.
         every: as in `moe_fp8_ext.stats`.
         writer: an object with add_scalar(name, number, step). It gets the values of every layer.
+
+    Raises:
+        TypeError: trainer is no Trainer, or writer has no add_scalar.
+        RuntimeError: every is no int of at least 1.
     """
 
     def __init__(self, trainer: Trainer, every: int = 100, writer: object | None = None) -> None:
+        _check_arguments("StatsCallback", trainer, every)
+        if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+            text = "an object with add_scalar(name, number, step), such as TensorBoard's SummaryWriter"
+            raise TypeError(f"StatsCallback: writer must be {text}, got {type(writer).__name__}")
         self.trainer, self.writer = trainer, writer
         self.stats = stats(trainer.model, every)
 
@@ -60,7 +72,8 @@ class SpeedCallback(TrainerCallback):
 
     Once in `every` optimizer steps, `trainer.log` gets these numbers of this rank:
 
-    - "speed/tokens_per_second": elements of `input_ids`, padding included.
+    - "speed/tokens_per_second": elements of `input_ids`, padding included. If a batch has no `input_ids`, tokens of
+      `inputs_embeds` are counted, and if it has neither, elements of `labels`.
     - "speed/flops_per_second": operations of forward and backward, including a forward that checkpointing repeats.
       `FlopCounterMode` counts the operations of the first optimizer step. Later steps count the same number per token.
       The counter may miss graphs of torch.compile. If it counts nothing, the number is left out.
@@ -68,50 +81,47 @@ class SpeedCallback(TrainerCallback):
     - "speed/peak_memory": the peak of bytes that tensors had on the GPU since the last log; not on a CPU.
 
     The first step is not timed, because warming up and counting make it slower. Times include the time between steps,
-    such as an evaluation. The callback does not wait for the GPU, so choose an `every` of several steps. While training
-    runs, the callback replaces `compute_loss` of the Trainer by a function that counts tokens and calls the original.
+    such as an evaluation. The callback does not wait for the GPU, so choose an `every` of several steps. Before each
+    micro-batch, the callback replaces `training_step` of the Trainer for one call. That call first puts the original
+    back, and then runs it inside contexts that count tokens and operations. Nothing stays counted or replaced after a
+    call that raises.
 
     Args:
         trainer: the Trainer whose model is measured.
         every: optimizer steps between logs, at least 1.
         peak_flops: operations per second of the GPU, such as 989e12 for products in BF16 on an H100.
+
+    Raises:
+        TypeError: trainer is no Trainer.
+        RuntimeError: every is no int of at least 1, or peak_flops is no finite number over 0.
+        ValueError: in training, a batch has nothing whose tokens can be counted.
     """
 
     def __init__(self, trainer: Trainer, every: int = 10, peak_flops: float | None = None) -> None:
-        if every < 1:
-            raise ValueError(f"SpeedCallback: every must be at least 1, got {every}")
+        _check_arguments("SpeedCallback", trainer, every)
+        if peak_flops is not None:
+            check_number("SpeedCallback", "peak_flops", peak_flops)
+            text = f"SpeedCallback: peak_flops must be over 0, got {peak_flops}; without it, no speed/mfu is logged"
+            require(peak_flops > 0, text)
         self.trainer, self.every, self.peak_flops = trainer, every, peak_flops
         self.flops_per_token: float | None = None
-        self._counter: object | None = None
-        self._before: object | None = None  # what the Trainer itself had as compute_loss
-        self._is_counting = False
-        self._tokens, self._steps, self._since = 0, 0, 0.0
+        self._replaced_step = ExitStack()  # closing it gives the Trainer its training_step back
+        self._tokens, self._flops, self._steps, self._since = 0, 0, 0, 0.0
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         _warn_without_experts(self.trainer.model)
-        self._stop()  # of a training that raised
-        self._tokens, self._steps, self.flops_per_token = 0, 0, None
-        compute_loss = self.trainer.compute_loss
-
-        @functools.wraps(compute_loss)
-        def counting(model: torch.nn.Module, inputs: dict[str, object], *args: object, **kwargs: object) -> object:
-            if model.training:
-                self._tokens += inputs["input_ids"].numel()
-            return compute_loss(model, inputs, *args, **kwargs)
-
-        self._before, self.trainer.compute_loss = vars(self.trainer).get("compute_loss"), counting
-        self._is_counting = True
+        self._replaced_step.close()
+        self._tokens, self._flops, self._steps, self.flops_per_token = 0, 0, 0, None
 
     def on_step_begin(self, *_: object, **__: object) -> None:
-        if self.flops_per_token is None and self._counter is None:
-            from torch.utils.flop_counter import FlopCounterMode  # loads Triton
+        self._measure_next_call()
 
-            self._counter = FlopCounterMode(display=False, custom_mapping=count_torch_products())
-            self._counter.__enter__()
+    def on_substep_end(self, *_: object, **__: object) -> None:
+        self._measure_next_call()
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **__: object) -> None:
-        if self._counter is not None:
-            self._stop_counting()
+        if self.flops_per_token is None:
+            self.flops_per_token = self._flops / max(self._tokens, 1)
             self._restart()
             return
         self._steps += 1
@@ -120,24 +130,48 @@ class SpeedCallback(TrainerCallback):
             self._restart()
 
     def on_train_end(self, *_: object, **__: object) -> None:
-        self._stop()
+        self._replaced_step.close()
 
-    def _stop(self) -> None:
-        """Gives the Trainer its compute_loss back, and ends the count of a first step that did not end."""
-        if self._counter is not None:
-            self._stop_counting()
-        if not self._is_counting:
+    def _measure_next_call(self) -> None:
+        """Replaces `training_step` of the Trainer for its next call.
+
+        Trainer tells callbacks nothing of a training that raises. So the call itself takes back what was replaced.
+        """
+        self._replaced_step.close()
+        training_step = self.trainer.training_step
+
+        @functools.wraps(training_step)
+        def measured(*args: object, **kwargs: object) -> Tensor:
+            self._replaced_step.close()
+            with self._counting_tokens(), self._counting_flops():
+                return training_step(*args, **kwargs)
+
+        self._replaced_step.enter_context(_replaced(self.trainer, "training_step", measured))
+
+    @contextmanager
+    def _counting_tokens(self) -> Iterator[None]:
+        """A context that counts tokens where `compute_loss` is called. Context parallelism has split them by then."""
+        compute_loss = self.trainer.compute_loss
+
+        @functools.wraps(compute_loss)
+        def counting(model: torch.nn.Module, inputs: Mapping[str, object], *args: object, **kwargs: object) -> object:
+            self._tokens += _count_tokens(inputs)
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        with _replaced(self.trainer, "compute_loss", counting):
+            yield
+
+    @contextmanager
+    def _counting_flops(self) -> Iterator[None]:
+        """A context that counts operations, until the first step has ended."""
+        if self.flops_per_token is not None:
+            yield
             return
-        self._is_counting = False
-        if self._before is None:
-            del self.trainer.compute_loss
-        else:
-            self.trainer.compute_loss = self._before
+        from torch.utils.flop_counter import FlopCounterMode  # loads Triton
 
-    def _stop_counting(self) -> None:
-        self._counter.__exit__(None, None, None)
-        self.flops_per_token = self._counter.get_total_flops() / max(self._tokens, 1)
-        self._counter = None
+        with FlopCounterMode(display=False, custom_mapping=count_torch_products()) as counter:
+            yield
+        self._flops += counter.get_total_flops()
 
     def _restart(self) -> None:
         self._tokens, self._steps, self._since = 0, 0, time.perf_counter()
@@ -153,6 +187,40 @@ class SpeedCallback(TrainerCallback):
         if torch.cuda.is_available():
             speeds["peak_memory"] = torch.cuda.max_memory_allocated()
         return speeds
+
+
+def _check_arguments(op: str, trainer: object, every: object) -> None:
+    if not isinstance(trainer, Trainer):
+        cause = "; the trainer has the model" if isinstance(trainer, torch.nn.Module) else ""
+        raise TypeError(f"{op}: trainer must be a Trainer of Transformers, got {type(trainer).__name__}{cause}")
+    check_int(op, "every", every)
+    require(every >= 1, f"{op}: every must be at least 1, got {every}; it counts optimizer steps")
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: Callable[..., object]) -> Iterator[None]:
+    """A context in which the object `owner` has `value` as its attribute `name`."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def _count_tokens(inputs: object) -> int:
+    """Counts the tokens of a batch, padding included."""
+    given = inputs if isinstance(inputs, Mapping) else {}
+    for name in ("input_ids", "inputs_embeds", "labels"):
+        found = given.get(name)
+        if isinstance(found, Tensor):
+            return found.shape[:2].numel() if name == "inputs_embeds" else found.numel()
+    got = f"one with {', '.join(map(str, given)) or 'nothing'}" if inputs is given else type(inputs).__name__
+    text = "a batch must have a tensor input_ids, inputs_embeds or labels to count tokens of"
+    raise ValueError(f"SpeedCallback: {text}, got {got}; batches without tokens have no speed in tokens")
 
 
 def _log(trainer: Trainer, control: TrainerControl, numbers: dict[str, float]) -> None:

@@ -20,11 +20,12 @@ from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import (
     check_bool,
     check_dense,
+    check_has_forward,
     check_int,
     check_module,
     check_one_of,
+    check_output,
     check_parameter_dtype,
-    check_shared,
     check_sizes,
     fail,
     require,
@@ -331,7 +332,7 @@ class MoE(nn.Module):
 
     Args:
         router: a module whose forward is [T, D] -> `Routing`, such as a `Router`.
-        experts: a module such as `Experts`.
+        experts: a module such as `Experts`, whose forward is (x [T, D], topk_ids, topk_scores) -> [T, D].
         shared_experts: any module [..., D] -> [..., D], such as a dense feed-forward layer. If experts have an ep, it
             is called while tokens travel to them.
         num_fused_shared: number of shared experts that run in the same products and the same recipe as routed ones.
@@ -341,8 +342,9 @@ class MoE(nn.Module):
     Raises:
         RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has, or for tokens of another size;
             or num_fused_shared is not as above.
-        TypeError: an argument is no module, or one that cannot be meant, such as `Experts` for the router. In forward,
-            a RuntimeError: router returns no `Routing`, or shared_experts no tensor shaped as x.
+        TypeError: an argument is no module, or one that cannot be meant, such as `Experts` for the router or a
+            ModuleList, which has no forward. In forward, a RuntimeError: router returns no `Routing`, experts no tensor
+            [T, D], or shared_experts no tensor shaped as x.
     """
 
     def __init__(
@@ -359,6 +361,9 @@ class MoE(nn.Module):
         _check_forwards(router, experts)
         if shared_experts is not None:
             check_module("MoE", "shared_experts", shared_experts)
+        for arg, module in (("router", router), ("experts", experts), ("shared_experts", shared_experts)):
+            if module is not None:
+                check_has_forward("MoE", arg, module)
         check_int("MoE", "num_fused_shared", num_fused_shared)
         require(num_fused_shared >= 0, f"MoE: num_fused_shared must be at least 0, got {num_fused_shared}")
         knows = not num_fused_shared or isinstance(experts, Experts)
@@ -395,19 +400,22 @@ class MoE(nn.Module):
         if ep is None:
             tokens = _tokens_of(x)
             routing = self._route(x, tokens, mask, topk_ids, topk_scores)
-            out = reshaped(self.experts(tokens, routing.topk_ids, routing.topk_scores), x.shape)
+            out = self._routed(x, tokens, routing)
             return out if self.shared_experts is None else out + self._shared(x), routing.loss
         with ep.errors_on_all_ranks():
             tokens = _tokens_of(x)
             routing = self._route(x, tokens, mask, topk_ids, topk_scores)
-        call = tokens, routing.topk_ids, routing.topk_scores
         if self.shared_experts is None:
-            return reshaped(self.experts(*call), x.shape), routing.loss
-        out = self.experts(*call, shared_experts=lambda t: self._shared(t.view(x.shape)).reshape(t.shape))
-        return reshaped(out, x.shape), routing.loss
+            return self._routed(x, tokens, routing), routing.loss
+        out = self._routed(x, tokens, routing, shared_experts=lambda t: self._shared(t.view(x.shape)).reshape(t.shape))
+        return out, routing.loss
+
+    def _routed(self, x: Tensor, tokens: Tensor, routing: Routing, **options: Callable[[Tensor], Tensor]) -> Tensor:
+        out = self.experts(tokens, routing.topk_ids, routing.topk_scores, **options)
+        return reshaped(check_output("MoE", "experts", out, tokens).contiguous(), x.shape)
 
     def _shared(self, x: Tensor) -> Tensor:
-        return check_shared("MoE", self.shared_experts(x), x)
+        return check_output("MoE", "shared_experts", self.shared_experts(x), x)
 
     def _route(self, x: Tensor, tokens: Tensor, mask: Tensor | None, *given_slots: Tensor | None) -> Routing:
         given = {} if mask is None else {"mask": mask}

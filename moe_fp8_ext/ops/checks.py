@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import MethodType
 from typing import NoReturn
 
 import torch
@@ -154,6 +155,14 @@ def check_module(op: str, arg: str, value: object) -> None:
         raise TypeError(f"{op}: {arg} must be a torch.nn.Module, got {type(value).__name__}")
 
 
+def check_has_forward(op: str, arg: str, module: torch.nn.Module) -> None:
+    """Checks that a module can be called. Containers such as a ModuleList cannot."""
+    has_own_call = type(module).__call__ is not torch.nn.Module.__call__
+    if not has_own_call and module.forward == MethodType(torch.nn.Module.forward, module):
+        cause = "; call its modules in the forward of another one" if len(list(module.children())) else ""
+        raise TypeError(f"{op}: {arg} must be a module with a forward, got {type(module).__name__}{cause}")
+
+
 def check_filter(op: str, filter: Callable[[str, torch.nn.Module], bool] | None) -> None:
     """Checks a function of a name and a module, before its first call."""
     if filter is None:
@@ -201,17 +210,26 @@ def check_dims(op: str, arg: str, x: Tensor, min_dims: int, max_dims: int) -> No
     require(min_dims <= x.dim() <= max_dims, f"{op}: {arg} must have {dims} dimensions, got {x.dim()}")
 
 
+def check_output(op: str, arg: str, out: object, x: Tensor) -> Tensor:
+    """Checks that `out`, the output of the module `arg` for x, is a tensor like x, and returns it.
+
+    Another shape would broadcast in a sum, or be reshaped, silently.
+    """
+    if not isinstance(out, Tensor):
+        fail(op, f"{arg} must return a tensor, got {type(out).__name__}")
+    if out.shape != x.shape:
+        is_transposed = out.dim() == 2 and tuple(out.shape) == tuple(reversed(x.shape))
+        cause = "; the output seems to be transposed" if is_transposed else ""
+        fail(op, f"{arg} must return the shape of x, {list(x.shape)}, got {list(out.shape)}{cause}")
+    if not out.is_floating_point():
+        fail(op, f"{arg} must return floating-point numbers as x, {x.dtype}, got {out.dtype}")
+    if out.device != x.device:
+        fail(op, f"{arg} must return a tensor on the device of x, {x.device}, got {out.device}")
+    return out
+
+
 def check_shared(op: str, shared: object, x: Tensor) -> Tensor:
-    """Checks the output of shared_experts for x, and returns it. Adding another shape would broadcast silently."""
-    if not isinstance(shared, Tensor):
-        fail(op, f"shared_experts must return a tensor, got {type(shared).__name__}")
-    if shared.shape != x.shape:
-        fail(op, f"shared_experts must return the shape of x, {list(x.shape)}, got {list(shared.shape)}")
-    if not shared.is_floating_point():
-        fail(op, f"shared_experts must return floating-point numbers as x, {x.dtype}, got {shared.dtype}")
-    if shared.device != x.device:
-        fail(op, f"shared_experts must return a tensor on the device of x, {x.device}, got {shared.device}")
-    return shared
+    return check_output(op, "shared_experts", shared, x)
 
 
 def check_unit_stride(op: str, arg: str, x: Tensor, dim: int) -> None:

@@ -424,6 +424,7 @@ def test_profile_knows_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_host_times_every_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.syspath_prepend(ROOT / "bench")
     host = importlib.import_module("host")
+    monkeypatch.setattr(sys, "argv", ["host.py"])
     monkeypatch.setattr(host, "CALLS", 1)
     monkeypatch.setattr(host, "REPEATS", 1)
     threads = torch.get_num_threads()
@@ -437,6 +438,10 @@ def test_host_times_every_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert calls["experts"] > calls["grouped_mm"] > calls["an empty Function"] > calls["torch.relu, forward alone"]
     assert ops_of["the same under checkpoint"] > ops_of["the same with LoRA"] > ops_of["experts"]
     assert (ops_of["torch.relu, forward alone"], ops_of["an empty Function"]) == (1, 0)
+    monkeypatch.setattr(sys, "argv", ["host.py", "--help"])
+    with pytest.raises(SystemExit, match="^0$"):
+        host.main()
+    assert capsys.readouterr().out.startswith("usage: host.py [-h]\n")
 
 
 def test_decode_times_every_implementation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -111,32 +111,122 @@ def test_losses_are_logged_as_without_callbacks(names: list[str], tmp_path: Path
     assert losses[0] == losses[1] and list(losses[0]) == list(range(1, STEPS + 1))
 
 
-def test_speed_after_a_training_that_raised(tmp_path: Path) -> None:
-    """Counts each token once, and times no step before the second."""
+def trainer_of(tmp_path: Path, data: list[dict], **options: object) -> transformers.Trainer:
     pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")
+    arguments = transformers.TrainingArguments(
+        **dict(output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=BATCH, use_cpu=True),
+        **dict(save_strategy="no", report_to="none", disable_tqdm=True) | options,
+    )
+    return transformers.Trainer(tiny_model("qwen3_moe", "moe_fp8"), arguments, train_dataset=data)
+
+
+def examples(steps: int = 2) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(3, SIZES["vocab_size"], (steps * BATCH, CONTEXT))
+    return [{"input_ids": t, "labels": t} for t in tokens]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "second micro-batch"])
+def test_speed_after_a_training_that_raised(where: str, tmp_path: Path) -> None:
+    """Nothing stays counted or replaced; afterwards each token is counted once, and no step before the second timed."""
+    trainer = trainer_of(tmp_path, examples(4), gradient_accumulation_steps=2)
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     from moe_fp8_ext.integrations.trainer import SpeedCallback
 
-    options = transformers.TrainingArguments(
-        **dict(output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=BATCH, use_cpu=True),
-        **dict(save_strategy="no", report_to="none", disable_tqdm=True),
-    )
-    tokens = torch.randint(3, SIZES["vocab_size"], (2 * BATCH, CONTEXT))
-    data = [{"input_ids": t, "labels": t} for t in tokens]
-    trainer = transformers.Trainer(tiny_model("qwen3_moe", "moe_fp8"), options, train_dataset=data)
     callback = SpeedCallback(trainer, every=1)
     trainer.add_callback(callback)
-    counted, stop = [], trainer.model.register_forward_hook(lambda *_: 1 / 0)
+    counted, model, calls = [], trainer.model, []
+    stop = {
+        "forward": lambda: model.register_forward_hook(lambda *_: 1 / 0),
+        "backward": lambda: model.lm_head.weight.register_hook(lambda _: 1 / 0),
+        "optimizer": lambda: trainer.create_optimizer().register_step_pre_hook(lambda *_: 1 / 0),
+        "second micro-batch": lambda: model.register_forward_hook(lambda *_: calls.append(1 / (1 - len(calls)))),
+    }[where]()
     speeds = callback._speeds
     callback._speeds = lambda: (counted.append(callback._tokens), speeds())[1]
     with pytest.raises(ZeroDivisionError):
         trainer.train()
+    assert not {"compute_loss", "training_step"} & set(vars(trainer)) and _get_current_dispatch_mode() is None
+    assert callback.flops_per_token is None
     stop.remove()
     for _ in range(2):
         trainer.train()
-    assert counted == 2 * [BATCH * CONTEXT]
-    assert "compute_loss" not in vars(trainer) and _get_current_dispatch_mode() is None
+    assert counted == 2 * [2 * BATCH * CONTEXT]
+    assert not {"compute_loss", "training_step"} & set(vars(trainer)) and _get_current_dispatch_mode() is None
+
+
+def test_speed_keeps_what_the_trainer_has(tmp_path: Path) -> None:
+    """Two callbacks, and functions that a user gave the Trainer, are called in turn and put back."""
+    trainer = trainer_of(tmp_path, examples())
+    from moe_fp8_ext.integrations.trainer import SpeedCallback
+
+    calls, before = [], {name: getattr(trainer, name) for name in ("compute_loss", "training_step")}
+
+    def recorded(name: str) -> object:
+        return lambda *args, **kwargs: (calls.append(name), before[name](*args, **kwargs))[1]
+
+    given = {name: recorded(name) for name in before}
+    vars(trainer).update(given)
+    callbacks = [SpeedCallback(trainer, every=1) for _ in range(2)]
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    trainer.train()
+    assert calls == 2 * ["training_step", "compute_loss"]
+    assert all(vars(trainer)[name] is function for name, function in given.items())
+    assert callbacks[0].flops_per_token == callbacks[1].flops_per_token > 0
+
+
+def test_speed_without_input_ids(tmp_path: Path) -> None:
+    """Tokens of inputs_embeds count, as tokens of input_ids do; labels count where a batch has neither."""
+    embeds = torch.randn(2 * BATCH, CONTEXT, SIZES["hidden_size"], dtype=torch.bfloat16)
+    data = [{"inputs_embeds": e, "labels": example["labels"]} for e, example in zip(embeds, examples(), strict=True)]
+    trainer = trainer_of(tmp_path, data)
+    from moe_fp8_ext.integrations.trainer import SpeedCallback, _count_tokens
+
+    callback, counted = SpeedCallback(trainer, every=1), []
+    trainer.add_callback(callback)
+    speeds = callback._speeds
+    callback._speeds = lambda: (counted.append(callback._tokens), speeds())[1]
+    trainer.train()
+    assert counted == [BATCH * CONTEXT]
+    ids, text = torch.zeros(2, 3), "a batch must have a tensor input_ids, inputs_embeds or labels to count tokens of"
+    assert _count_tokens({"input_ids": None, "labels": ids}) == 6
+    assert _count_tokens({"inputs_embeds": torch.zeros(2, 5, 7), "labels": ids}) == 10
+    for batch, got in (({"pixels": ids}, "one with pixels"), ({}, "one with nothing"), ([ids], "list")):
+        with pytest.raises(ValueError, match=f"^SpeedCallback: {text}, got {got}; batches without tokens"):
+            _count_tokens(batch)
+
+
+@pytest.mark.parametrize("name", ["StatsCallback", "SpeedCallback"])
+def test_errors_of_arguments(name: str, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, [])
+    from moe_fp8_ext.integrations import trainer as callbacks
+
+    make = getattr(callbacks, name)
+    for every, text in ((1.5, "an int, got float"), ("5", "an int, got str"), (True, "an int, got bool")):
+        with pytest.raises(RuntimeError, match=f"^{name}: every must be {text}$"):
+            make(trainer, every=every)
+    with pytest.raises(RuntimeError, match=f"^{name}: every must be at least 1, got 0; it counts optimizer steps$"):
+        make(trainer, every=0)
+    text = "trainer must be a Trainer of Transformers, got Qwen3MoeForCausalLM; the trainer has the model"
+    with pytest.raises(TypeError, match=f"^{name}: {text}$"):
+        make(trainer.model)
+
+
+def test_errors_of_peak_flops_and_writer(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, [])
+    from moe_fp8_ext.integrations.trainer import SpeedCallback, StatsCallback
+
+    for peak_flops, text in (
+        (0, "over 0, got 0; without it, no speed/mfu is logged"),
+        (-1e12, "over 0, got -1000000000000.0; without it, no speed/mfu is logged"),
+        (float("nan"), "a finite number, got nan"),
+        ("989e12", "a finite number, got '989e12'"),
+    ):
+        with pytest.raises(RuntimeError, match=f"^SpeedCallback: peak_flops must be {text}$"):
+            SpeedCallback(trainer, peak_flops=peak_flops)
+    with pytest.raises(TypeError, match=r"^StatsCallback: writer must be an object with add_scalar\(.*, got str$"):
+        StatsCallback(trainer, writer="runs")
 
 
 def test_a_dense_model_warns(tmp_path: Path) -> None:

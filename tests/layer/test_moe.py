@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -282,17 +283,25 @@ def test_what_is_no_module(arg):
 
 def test_modules_that_cannot_be_meant():
     made, swapped = Experts(E, D, F), r"; modules are given as MoE\(router, experts\)"
+    contained = "; call its modules in the forward of another one"
     for modules, text in (
         ((made, router()), f"router must be a Router, or a module that returns a Routing, got Experts{swapped}"),
         ((nn.Linear(D, E), made), "router must be a Router, or a module that returns a Routing, got Linear"),
         ((MoE(router(), made), made), "router must be a Router, or a module that returns a Routing, got MoE"),
         ((nn.Sequential(router()), router()), f"experts must be a module such as Experts, got Router{swapped}"),
         ((router(), nn.Linear(D, D)), "experts must be a module such as Experts, got Linear"),
+        ((router(), nn.ModuleList([made])), f"experts must be a module with a forward, got ModuleList{contained}"),
+        ((nn.ModuleDict(), made), "router must be a module with a forward, got ModuleDict"),
+        ((router(), made, nn.ModuleList()), "shared_experts must be a module with a forward, got ModuleList"),
     ):
         with pytest.raises(TypeError, match=f"^MoE: {text}$"):
             MoE(*modules)
     x = tokens()
     assert_same(MoE(nn.Sequential(router()), made)(x)[0], MoE(router(), made)(x)[0])
+    assigned, called = nn.Module(), type("Called", (nn.Module,), {"__call__": lambda self, *call: made(*call)})()
+    assigned.forward = made.forward
+    for experts_alike in (assigned, called):
+        assert_same(MoE(router(), experts_alike)(x)[0], MoE(router(), made)(x)[0])
     layer = MoE(nn.Sequential(nn.Linear(D, E)), made)
     with pytest.raises(RuntimeError, match=r"^MoE: router must return a Routing \(topk_ids, .*\), got Tensor$"):
         layer(x)
@@ -321,6 +330,30 @@ def test_errors_of_shared_experts(has_ep, request):
         routing = layer.gate(x.view(50, D))
         with pytest.raises(RuntimeError, match=r"^ExpertParallel: shared_experts must return .*, got \[50, 1\]$"):
             layer.experts(x.view(50, D), *routing[:2], shared_experts=lambda x: x[:, :1])
+
+
+@pytest.mark.parametrize("has_ep", [False, True])
+def test_errors_of_the_output_of_experts(has_ep):
+    """Another shape of the same size would be reshaped silently."""
+    layer, x = MoE(router(), nn.Identity()), tokens().view(2, 25, D)
+    layer.experts.ep = ExpertParallel.__new__(ExpertParallel) if has_ep else None
+    if has_ep:
+        layer.experts.ep.errors_on_all_ranks = nullcontext
+    cause = "; the output seems to be transposed"
+    for forward, text in (
+        (lambda x, *_: x.t().contiguous(), rf"the shape of x, \[50, 64\], got \[64, 50\]{cause}"),
+        (lambda x, *_: x[:, :1], r"the shape of x, \[50, 64\], got \[50, 1\]"),
+        (lambda x, *_: x.view(2, 25, D), r"the shape of x, \[50, 64\], got \[2, 25, 64\]"),
+        (lambda x, *_: None, "a tensor, got NoneType"),
+        (lambda x, *_: (x, None), "a tensor, got tuple"),
+        (lambda x, *_: x.long(), "floating-point numbers as x, torch.float32, got torch.int64"),
+        (lambda x, *_: x.to("meta"), "a tensor on the device of x, cpu, got meta"),
+    ):
+        layer.experts.forward = forward
+        with pytest.raises(RuntimeError, match=f"^MoE: experts must return {text}$"):
+            layer(x)
+    layer.experts.forward = lambda x, *_: x.t().contiguous().t()
+    assert_same(layer(x)[0], x)
 
 
 def test_numbers_of_numpy():
