@@ -19,7 +19,7 @@ from moe_fp8_ext.distributed.message import rule_of_tokens
 from moe_fp8_ext.distributed.plan import OP, Agreement, CallMismatch, Ranks, StaticPlanner, named, refuse
 from moe_fp8_ext.layer.experts import call_with_options
 from moe_fp8_ext.layer.node import Call, LayerFunction
-from moe_fp8_ext.ops.checks import check_int, check_one_of, check_shared, validate_ids
+from moe_fp8_ext.ops.checks import check_int, check_one_of, check_output, validate_ids
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Pair, Quantized
@@ -201,7 +201,7 @@ class ExpertParallel:
             exchange.has_ended_step = True
         try:
             with source.completed():
-                shared = None if shared_experts is None else check_shared(OP, shared_experts(x), x)
+                shared = None if shared_experts is None else check_output(OP, "shared_experts", shared_experts(x), x)
                 out = LayerFunction.apply(call, source, None, *inputs)
         except CallMismatch as error:
             self._call = error.latest  # the same on all ranks, so that their next calls match

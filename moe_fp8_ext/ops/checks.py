@@ -228,10 +228,6 @@ def check_output(op: str, arg: str, out: object, x: Tensor) -> Tensor:
     return out
 
 
-def check_shared(op: str, shared: object, x: Tensor) -> Tensor:
-    return check_output(op, "shared_experts", shared, x)
-
-
 def check_unit_stride(op: str, arg: str, x: Tensor, dim: int) -> None:
     # The size may be symbolic. Testing the stride first avoids a guard on the size where the stride is enough.
     if x.stride(dim) != 1 and x.shape[dim] > 1 and x.numel() != 0:
