@@ -120,9 +120,9 @@ class Adapter(NamedTuple):
         x: the `Tokens` of the up projection, or the `Rows` of the down projection, quantized or not.
         offs: as `Engine.values` takes them.
         """
-        if x.scale is not None and not self.dropout and self.A.multiplies_fp8(x.values.dtype, engine.format):
-            return Adapted(kind(x.values, slots, x.scale, engine.format).narrow(self.A))
-        values, mask = self._dropped(engine.values(x, offs))
+        if not self.dropout:
+            return Adapted(self._input(kind, engine, x, offs, slots).narrow(self.A))
+        values, mask = dropped(engine.values(x, offs), self.dropout)
         return Adapted(kind(values, slots).narrow(self.A), mask)
 
     def term(self, engine: Engine, adapted: Adapted) -> tuple[Tensor, Tensor] | None:
@@ -155,10 +155,20 @@ class Adapter(NamedTuple):
             dB = dy.outer(adapted.u, self.B, scores).mT
         return v, dB
 
-    def gradient_of_A(self, kind: type[Rows], x: Tensor, v: Tensor, adapted: Adapted, slots: Slots) -> Tensor:
-        """x: the `Tokens` of the up projection, or the `Rows` of the down projection, multiplied by scores."""
-        x = x if adapted.mask is None else kept(x, adapted.mask, self.dropout)
-        return kind(x, slots).outer(v, self.A)
+    def gradient_of_A(
+        self,
+        kind: type[Rows],
+        engine: Engine,
+        x: Operand,
+        offs: Tensor | None,
+        slots: Slots,
+        v: Tensor,
+        adapted: Adapted,
+    ) -> Tensor:
+        """x, offs: as in `narrow`, but rows of the down projection are multiplied by scores."""
+        if adapted.mask is None:
+            return self._input(kind, engine, x, offs, slots).outer(v, self.A)
+        return kind(kept(engine.values(x, offs), adapted.mask, self.dropout), slots).outer(v, self.A)
 
     def gradient_term(self, engine: Engine, v: Tensor, adapted: Adapted) -> tuple[Tensor, Tensor] | None:
         """Returns the low-rank term that the product for the gradient of the input adds, or None if it cannot. Dropout
@@ -173,5 +183,8 @@ class Adapter(NamedTuple):
         slots = slots if slots.groups.indices is not None else Slots(slots.groups.in_place)
         return add_to_tokens(dx, v, self.A, slots, None, adapted.mask, self.dropout)
 
-    def _dropped(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return dropped(x, self.dropout) if self.dropout else (x, None)
+    def _input(self, kind: type[Rows], engine: Engine, x: Operand, offs: Tensor | None, slots: Slots) -> Rows:
+        """Returns what A multiplies without dropout: in FP8 where the kernels take it, else in bfloat16."""
+        if x.scale is not None and self.A.multiplies_fp8(x.values.dtype, engine.format):
+            return kind(x.values, slots, x.scale, engine.format)
+        return kind(engine.values(x, offs), slots)

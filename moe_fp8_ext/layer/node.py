@@ -372,7 +372,7 @@ def _backward_of_chunk(
         )
         dh, dh_t, a_t, dh_values, dscores, a, db_up = engine.gradients(da, activated, groups, wanted)
         if down.needs_A:
-            dA_down = down.adapter.gradient_of_A(Rows, a, v_down, adapted_down, slots)
+            dA_down = down.adapter.gradient_of_A(Rows, engine, Operand(a), None, slots, v_down, adapted_down)
         if watch is not None:
             watch.between(da, activated, dh_t, a_t)
     if down.needs_weight:
@@ -397,7 +397,7 @@ def _backward_of_chunk(
         dx = give_back(dx)
     x = Operand(saved.x, saved.x_scale)
     if up.needs_A:
-        dA_up = up.adapter.gradient_of_A(Tokens, engine.values(x, groups.of_tokens), v_up, adapted_up, slots)
+        dA_up = up.adapter.gradient_of_A(Tokens, engine, x, groups.of_tokens, slots, v_up, adapted_up)
     if up.needs_weight:
         _, x_t = engine.tokens(x, groups, tokens=True)
         weights.add(UP, dh_t, x_t, groups)

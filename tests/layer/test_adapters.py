@@ -27,6 +27,7 @@ from moe_fp8_ext import (
     experts,
     experts_of_groups,
     gather_in_fp8_,
+    quantize_rows,
     quantize_weight,
     save_ops,
     sort_tokens,
@@ -414,6 +415,25 @@ def test_forward_dequantizes_only_where_kernels_take_no_fp8(recipe, f, rank, dro
     monkeypatch.setattr(engine, "_dequantize", lambda *args: seen.append(args) or dequantize(*args))
     run(problem, factors(problem, rank), ours, trained=(), dropout=dropout, recipe=recipe)
     assert len(seen) == count
+
+
+@pytest.mark.parametrize("format", ["rowwise", "blockwise"])
+def test_tokens_that_are_quantized_are_not_dequantized(format, monkeypatch):
+    """On a CPU, FP8 tokens and their dequantized copies give the same bytes, forward and backward."""
+    problem, seen, results = layer(t=60, d=64, f=48), [], []
+    dequantize, multiplies = engine._dequantize, low_rank.Factor.multiplies_fp8
+    monkeypatch.setattr(engine, "_dequantize", lambda *args: seen.append(args) or dequantize(*args))
+    x = quantize_rows(problem.x, format)
+    weights = [quantize_weight(w, format) for w in (problem.w_gate_up, problem.w_down)]
+    for takes_fp8 in (True, False):
+        monkeypatch.setattr(low_rank.Factor, "multiplies_fp8", multiplies if takes_fp8 else lambda *_: False)
+        leaves = {name: m.clone().requires_grad_() for name, m in factors(problem, 8).items()}
+        out = experts(x, problem.ids, problem.scores, *weights, recipe=format, **loras(leaves))
+        out.backward(problem.grad.to(out.dtype))
+        assert len(seen) == (0 if takes_fp8 else 3)  # tokens in forward and in backward, activations in forward
+        results.append([out.detach(), *(m.grad for m in leaves.values())])
+    for name, got, want in zip(("out", *leaves), *results, strict=True):
+        assert_same_tensor(got, want, name)
 
 
 def test_kernels_get_aligned_rows(device, monkeypatch):
