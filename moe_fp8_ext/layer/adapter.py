@@ -22,6 +22,9 @@ Where products of the frozen weights add what a factor widens (`adds_to_product`
 beside u and v. Elsewhere h and da cost 4 P H and 4 P F, as u B is written and added to h into a new tensor. out and dx
 cost 2 P D + 4 T D: u B is written, summed over slots, and added. A factor that all experts share is multiplied by
 tokens: with a shared A of gate_up and B of down, no term has P D.
+
+The kernels read a in FP8 where `Factor.multiplies_fp8` says so. With `"mxfp8"`, dropout, or F no multiple of 16, a is
+dequantized below these ranks too. With `"bf16"`, it is in bfloat16, and reading it costs P F.
 """
 
 from __future__ import annotations

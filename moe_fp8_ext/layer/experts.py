@@ -429,17 +429,10 @@ def _check(
             check_main_grad(op, f"main_grad_{name}", linear.main_grad, f"w_{name}", linear.values)
 
 
-def _check_tensor(
-    op: str,
-    name: str,
-    t: Tensor,
-    shape: tuple[int, ...],
-    x: Tensor,
-    dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES,
-    meaning: tuple[str, ...] = (),
-) -> None:
+def _check_tensor(op: str, name: str, t: object, shape: tuple[int, ...], *like: object, **options: object) -> None:
+    """Checks that t is a dense tensor, and then what `_check_like` checks."""
     check_dense(op, name, t, len(shape))
-    _check_like(op, name, t, shape, x, dtypes, meaning)
+    _check_like(op, name, t, shape, *like, **options)
 
 
 def _check_like(
