@@ -1,10 +1,11 @@
 """Fine-tunes a model of published sizes with LoRA on one GPU: tokens per second and peak memory, as JSON.
 
 `--impl ours` has the experts of an FP8 checkpoint, multiplied as they are, with adapters as factors. `--impl stock` is
-Transformers with PEFT in BF16, with experts by "grouped_mm". Weights are random, and so are tokens: routers send about
-as many to every expert. Adapters are on the linear layers of attention and on the weights of experts. Every layer is
-computed again in backward. Both implementations have the same attention, optimizer and loss. No step waits for the
-device: losses are read after the last one. `--profile` says where the time of one more step goes.
+Transformers with PEFT in BF16, with experts by "grouped_mm". Weights are random, and so are tokens. `busiest_expert` of
+the result is the load of a layer's busiest expert over the mean, before and after training: 1 is even routing. Adapters
+are on the linear layers of attention and on the weights of experts. Every layer is computed again in backward. Both
+implementations have the same attention, optimizer and loss. No step waits for the device: losses are read after the
+last one. `--profile` says where the time of one more step goes.
 
 It needs transformers, peft and accelerate. Each implementation runs in a process of its own.
 """
@@ -28,6 +29,7 @@ from statistics import median
 import finetune_work
 import hf_models
 import peft
+import routing
 import tables
 import torch
 import transformers
@@ -195,6 +197,11 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
     with phases("steps"):
         timed = seconds_of_steps(step, batches[args.warm : args.warm + args.steps], device)
     peak = torch.cuda.max_memory_allocated() + bytes_of_graphs() if device.type == "cuda" else None
+    busiest = None
+    if not args.graphs and args.compile != "layers":  # these call no hooks of experts
+        with routing.counted(model) as ratio, torch.autocast(device.type, torch.bfloat16, enabled=is_autocast):
+            loss_of(model, batches[-1])
+        busiest = ratio()
     profile = {}
     if args.profile:
         with phases("profile"):
@@ -208,6 +215,7 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
         tokens_per_second=args.sequences * args.context * args.steps / sum(timed),
         step_seconds=[round(s, 6) for s in timed],
         losses=[round(loss, 4) for loss in losses],
+        busiest_after=busiest,
         trained_parameters=sum(p.numel() for p in trained),
         peak_bytes=peak,
     )
@@ -247,10 +255,16 @@ def run(args: argparse.Namespace, config: object, device: torch.device, phases: 
             gc.collect()
         with phases("load"):
             model = loaded(args.checkpoint, args.impl, device)
+    model.config._experts_implementation = IMPLEMENTATIONS[args.impl]
+    tokens = torch.randint(config.vocab_size, (1, args.context), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), routing.counted(model) as ratio:
+        model.base_model(input_ids=tokens.to(device), use_cache=False)
+    busiest = ratio()
     with phases("adapters"):
         model = with_adapters(model, args, device)
     with disable_input_dtype_casting(model, active=args.adapters == "autocast"):
-        return train(model, args, device, phases)
+        result = train(model, args, device, phases)
+    return result | dict(busiest_expert=[busiest, result.pop("busiest_after")])
 
 
 def main() -> None:

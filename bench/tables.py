@@ -342,6 +342,15 @@ def profile_table(runs: list[dict], names: list[str]) -> str:
     return tabulate(body, ("work", *names), tablefmt="github", colalign=align, disable_numparse=True)
 
 
+def loads_text(runs: list[dict]) -> str:
+    """What runs recorded of the load of experts, by `bench/routing.py`; nothing if they did not."""
+    loads = [load for run in runs for load in run.get("busiest_expert", ()) if load is not None]
+    if not loads:
+        return ""
+    found = f"{min(loads):.1f} to {max(loads):.1f}"
+    return f" Routing is nearly even: in a layer, the busiest expert has {found} times as many slots as the mean."
+
+
 def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:
     if not runs:
         text = f"Not measured yet: `python bench/finetune.py --impl ours --out bench/results/{FINETUNE}` on a GPU, and"
@@ -355,7 +364,7 @@ def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:
         text += " Adapters by autocast are in float32, with products in BF16 by `torch.autocast`."
     if any(run.get("graphs") for run in runs):
         text += " With CUDA graphs, `graph_layers_` replaces checkpoints. Peaks then include the memory of the graphs."
-    parts = [textwrap.fill(text, 120)]
+    parts = [textwrap.fill(text + loads_text(runs), 120)]
     headings = ("model", "step", "adapters", "experts", "tokens/s", "x BF16", "peak GB", "of BF16's")
     place = itemgetter("device", "commit")
     for device, commit in dict.fromkeys(map(place, runs)):

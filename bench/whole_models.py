@@ -1,8 +1,9 @@
 """Trains models of published sizes, cut in layers, on one GPU: tokens per second, peak memory, and where a step goes.
 
-A step is forward, backward and AdamW on 4 sequences of 4,096 random tokens. Weights are random, so routers send about
-as many tokens to every expert. All numbers are BF16: parameters, gradients and the optimizer's moments. The experts
-take turns in one model, in one process: Transformers' own `grouped_mm` in BF16, and `moe_fp8` in two recipes.
+A step is forward, backward and AdamW on 4 sequences of 4,096 random tokens. All numbers are BF16: parameters, gradients
+and the optimizer's moments. The experts take turns in one model, in one process: Transformers' own `grouped_mm` in
+BF16, and `moe_fp8` in two recipes. Weights are random. `busiest_expert` of a row is the load of a layer's busiest
+expert over the mean, before the first step and after the last one: 1 is even routing.
 
 Some cuts have a share of the experts, as one GPU of several has; all experts of a token are among these. GPT-OSS has
 causal attention in every layer here. In the model, every other layer sees 128 tokens alone.
@@ -24,6 +25,7 @@ from typing import NamedTuple
 
 import device_time
 import hf_models
+import routing
 import tables
 import torch
 import waterfall
@@ -119,12 +121,19 @@ def rounded(us: dict[str, float]) -> dict[str, float]:
     return {name: round(time, 1) for name, time in us.items()}
 
 
+@torch.no_grad()
+def losses_and_load(trainer: Trainer) -> tuple[dict[str, float], float]:
+    """Returns the loss of each implementation, and the load of the busiest expert over the mean."""
+    with routing.counted(trainer.model) as ratio:
+        losses = {implementation: trainer.loss(implementation).item() for implementation in IMPLEMENTATIONS}
+    return losses, ratio()
+
+
 def measure(name: str, cut: Cut, sequences: int, device: torch.device) -> dict:
     model = model_of(name, cut, device)
     generator, size = torch.Generator().manual_seed(1), (sequences, CONTEXT[device.type])
     trainer = Trainer(model, torch.randint(model.config.vocab_size, size, generator=generator).to(device))
-    with torch.no_grad():
-        losses = {implementation: trainer.loss(implementation).item() for implementation in IMPLEMENTATIONS}
+    losses, before = losses_and_load(trainer)
     assert all(map(math.isfinite, losses.values())), losses
     peaks: dict[str, int] = {}
     seconds: dict[str, list[float]] = {implementation: [] for implementation in IMPLEMENTATIONS}
@@ -140,12 +149,14 @@ def measure(name: str, cut: Cut, sequences: int, device: torch.device) -> dict:
             if device.type == "cuda":
                 peaks[implementation] = max(peaks.get(implementation, 0), torch.cuda.max_memory_allocated())
     profiles = {implementation: profiled(trainer, implementation, device) for implementation in IMPLEMENTATIONS}
+    _, after = losses_and_load(trainer)
     in_layers = sum(p.numel() for p in model.base_model.layers.parameters())
     return dict(
         step=[*size],
         parameters=sum(p.numel() for p in model.parameters()),
         parameters_in_layers=in_layers,
         losses=losses,
+        busiest_expert=[before, after],
         seconds=seconds,
         peak_bytes=peaks,
         **{key: {name: profiles[name][key] for name in IMPLEMENTATIONS} for key in ("us", "us_of_ops")},

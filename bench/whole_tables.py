@@ -105,8 +105,8 @@ def _speeds(result: dict, rows: list[dict]) -> str:
     said = (
         f"Tokens per second of training, and peak memory in GB (10^9 bytes), on {place(result)}, with torch "
         f"{result['torch']} and Transformers {result['transformers']}. A step is {steps_of(rows)} tokens: forward, "
-        "backward and AdamW. The first column of speeds is Transformers' own `grouped_mm` in BF16. The percentage is "
-        "the spread of three repeats, taken in turns:"
+        f"backward and AdamW.{tables.loads_text(rows)} The first column of speeds is Transformers' own `grouped_mm` in "
+        "BF16. The percentage is the spread of three repeats, taken in turns:"
     )
     ours = [name for name in rows[0]["seconds"] if name != baseline_of(rows[0])]
     body = []

@@ -47,6 +47,8 @@ def test_finetune_with_graphs(bench, impl, monkeypatch, replays):
         found = json.loads(bench("finetune", *FEW_STEPS, "--steps", 2, "--impl", impl, *options))
         assert found["graphs"] == bool(options) and ("graphs" in found["seconds"]) == bool(options)
         losses.append(found["losses"])
+        before, after = found["busiest_expert"]
+        assert 1 <= before < 2 and (after is None) == bool(options)
     assert losses[0] == losses[1] and len(replays) == 3
     with pytest.raises(SystemExit):
         bench("finetune", "--impl", impl, "--graphs", "--compile", "layers")
@@ -114,7 +116,8 @@ def test_dtype_of_adapters(bench, monkeypatch, adapters):
     bench("finetune", *FEW_STEPS, "--impl", "ours", "--adapters", adapters)
     assert {*parameters} == {torch.bfloat16 if adapters == "bfloat16" else torch.float32}
     product = torch.float32 if adapters == "float32" else torch.bfloat16
-    assert seen == [(product, product)] * len(seen) and len(seen) == 2 * 2 * 2  # A and B, in each pass of two steps
+    passes = 2 * 2 + 1  # two of each step, and one to count the slots of experts
+    assert seen == [(product, product)] * len(seen) and len(seen) == 2 * passes  # of A and of B
 
 
 def test_attention_is_compiled(bench, monkeypatch):
@@ -204,10 +207,11 @@ def test_table(monkeypatch):
         ["out of memory", "", "", ""],
     ]
     assert "1.0100 over FP8 and 1.0000 over BF16, means of 3 seeds" in " ".join(text.split())
-    assert "by kind of work" not in text
-    runs[0] |= dict(profile_ms={"attention": 1200.0, "no kernel": -0.1}, overlap="divided")
+    assert "by kind of work" not in text and "Routing" not in text
+    runs[0] |= dict(profile_ms={"attention": 1200.0, "no kernel": -0.1}, overlap="divided", busiest_expert=[1.21, None])
     runs[1] |= dict(profile_ms={"attention": 1300.0, "router": 2.0}, overlap="divided")
     text = importlib.import_module("tables").finetune_text(runs)
+    assert "the busiest expert has 1.2 to 1.2 times as many slots as the mean" in " ".join(text.split())
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     assert ["work", "M, large, moe_fp8_ext, FP8", "M, large, Transformers + PEFT, BF16"] in lines
     assert lines[-3:] == [["attention", "1,200.0", "1,300.0"], ["router", "0.0", "2.0"], ["no kernel", "-0.1", "0.0"]]

@@ -43,7 +43,20 @@ def test_every_model_trains_with_every_implementation(bench, tmp_path, monkeypat
         # Logits of an untrained model are near zero, so every token is nearly as likely as another.
         assert all(abs(loss - torch.tensor(256.0).log().item()) < 0.2 for loss in row["losses"].values())
         assert len({*row["losses"].values()}) == 3
+        assert all(1 <= load < 2.5 for load in row["busiest_expert"])
         assert row["sizes"][2] == {"GPT-OSS-20B": 32, "DeepSeek-V3": 256}[row["model"]]
+
+
+def test_tokens_of_random_models_choose_all_experts(bench):
+    """The busiest expert has 1.1 times the mean if tokens choose at random, and 16 times if all choose the same two."""
+    hf_models, routing = map(importlib.import_module, ("hf_models", "routing"))
+    others = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=64, vocab_size=256)
+    config = hf_models.sized("qwen3_moe", (128, 128, 32, 2), 24, **others)
+    model = hf_models.materialize(hf_models.on_meta(config, hf_models.BASELINE), CPU)
+    tokens = torch.randint(256, (4, 1024), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), routing.counted(model) as ratio:
+        model.base_model(input_ids=tokens)
+    assert ratio() < 2.5  # these tokens are 256 words, not 4,096. Weights of one deviation gave 8.1
 
 
 def test_a_step_must_run_what_it_was_asked_to(bench, monkeypatch):
