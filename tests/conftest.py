@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import seed_generators
 from simt_checks import WAVES
 from simt_kernels import Waves
 from simt_library import build
@@ -134,7 +135,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    torch.manual_seed(0)
+    seed_generators(0)
 
 
 @pytest.fixture(scope="session")

@@ -213,6 +213,8 @@ def test_two_wrong_arguments(name):
                     kind_of_error = re.sub(r"\d+", "", error.partition(", got")[0])
                     faults[argument.name, kind_of_error] = {argument.name: value}
         for first, second in combinations(faults.values(), 2):
+            if first.keys() == second.keys():
+                continue
             wrong = call | first | second
             compare_with_fake(name, [], wrong, *attempt(name, [], wrong))
 
@@ -376,10 +378,10 @@ def resident_bytes() -> int:
 def test_strings_do_not_leak(name):
     """Strings are refused 70 times, a quarter of a megabyte each. torch's own conversion of a string would leak them
     all."""
-    call, long = valid(name), "m" * (1 << 18)
+    call, arguments, long = valid(name), strings(name), "m" * (1 << 18)
 
     def call_all() -> None:
-        for argument in strings(name):
+        for argument in arguments:
             with pytest.raises(RuntimeError, match="must be"):
                 getattr(torch.ops.moe_fp8, name)(**call | {argument: long})
 

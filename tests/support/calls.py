@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import torch
-from helpers import FP8_DTYPES, INPUT_DTYPES, INT32_MAX, INT32_MIN, inverse_of
+from helpers import FP8_DTYPES, INPUT_DTYPES, INT32_MAX, INT32_MIN, inverse_of, seed_generators
 from torch import Tensor
 
 from moe_fp8_ext.reference.numerics import FORMATS
@@ -508,7 +508,7 @@ def scaled_grouped_mm(r: random.Random) -> Call:
 
     fmt, k, n = r.choice(list(FORMATS)), r.choice(COLUMNS), r.choice((0, 1, 16, 33, 130))
     dtypes = r.choice(FP8_DTYPES), r.choice(FP8_DTYPES)
-    torch.manual_seed(r.getrandbits(32))
+    seed_generators(r.getrandbits(32))
     how = {"out_dtype": r.choice((None, torch.float32)), "use_fast_accum": r.random() < 0.5}
     how["rounding"] = r.choice((None, *FORMATS[fmt].roundings))
     if r.random() < 0.3:
@@ -556,7 +556,7 @@ def add_scaled_grouped_mm(r: random.Random) -> Call:
     from gemm_problem import UNIT, exact_2d2d
 
     fmt, k, n = r.choice(list(FORMATS)), r.choice(COLUMNS), r.choice((0, 1, 16, 33, 130))
-    torch.manual_seed(r.getrandbits(32))
+    seed_generators(r.getrandbits(32))
     unit = UNIT[fmt]
     p = r.choice((0, 1, 3, 8)) * unit
     offs = offsets(r, p, unit=unit)

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import sys
+from functools import cache
 
 os.environ["MOE_FP8_POISON"] = "1"
 
@@ -101,13 +102,19 @@ def attempt(
     return [out] if isinstance(out, Tensor) else list(out), ""
 
 
+@cache
+def fake_mode() -> FakeTensorMode:
+    """One mode for all calls: it remembers the fakes of tensors that live on."""
+    return FakeTensorMode(allow_non_fake_inputs=False)
+
+
 def compare_with_fake(
     name: str, args: list[object], kwargs: dict[str, object], got: list[Tensor] | None, error: str
 ) -> None:
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     if any(t.layout != torch.strided for t in tensors) or "memory" in error or "alloc" in error:
         return
-    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+    with fake_mode() as mode:
         args = [mode.from_tensor(t) if isinstance(t, Tensor) else t for t in args]
         kwargs = {k: mode.from_tensor(t) if isinstance(t, Tensor) else t for k, t in kwargs.items()}
         fake, fake_error = attempt(name, args, kwargs)

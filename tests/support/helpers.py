@@ -65,6 +65,16 @@ def blocks(page: str, section: str | None = None, language: str = "python") -> l
 # Inputs
 
 
+def seed_generators(seed: int) -> None:
+    """Seeds the default generators of torch.
+
+    Without a GPU, `torch.manual_seed` keeps the stack of its caller for later. That takes milliseconds in a test.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.device_count():
+        torch.cuda.manual_seed_all(seed)
+
+
 def wide(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0) -> Tensor:
     """Random values whose magnitudes vary by row and by column, so that no two scales are equal."""
     generator = torch.Generator().manual_seed(seed)
