@@ -16,14 +16,13 @@ from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     check_bool,
     check_dense,
+    check_dtype,
     check_number,
     check_one_of,
     check_parameter_dtype,
     check_shape,
     check_sizes,
     contents,
-    dtype_name,
-    either,
     fail,
     is_int,
     require,
@@ -264,8 +263,7 @@ class Router(_torch.ModuleWithFloat32):
     def _options(self, x: Tensor, given_ids: Tensor | None) -> ChoiceOptions:
         """Checks x and returns the options of a forward."""
         check_dense("Router", "x", x, 2)
-        if x.dtype not in INPUT_DTYPES:
-            fail("Router", f"x must be {either(map(dtype_name, INPUT_DTYPES))}, got {x.dtype}")
+        check_dtype("Router", "x", x.dtype, *INPUT_DTYPES)
         (experts, size), device = self.weight.shape, self.weight.device
         if x.shape[1] != size:
             cause = "; sizes are given as Router(num_experts, hidden_size, top_k)" if x.shape[1] == experts else ""
