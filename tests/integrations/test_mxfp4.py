@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,19 +15,12 @@ from transformers_models import transformers
 import moe_fp8_ext
 from moe_fp8_ext import Quantized
 from moe_fp8_ext.integrations.fp8_checkpoint import master_weights_
-from moe_fp8_ext.integrations.transformers import register
 
 mxfp4 = importlib.import_module("moe_fp8_ext.integrations.mxfp4")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.usefixtures("registered"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 
 def drawn(*shape: int, low: int, high: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import importlib
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -34,7 +34,6 @@ import moe_fp8_ext
 from moe_fp8_ext import Recipe, convert_, revert_
 from moe_fp8_ext.integrations import peft as integration
 from moe_fp8_ext.integrations import transformers as of_transformers
-from moe_fp8_ext.integrations.transformers import register
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 # PEFT warns where it adds an adapter to a module that has one, and where it leaves a parametrization behind.
@@ -50,13 +49,8 @@ EXPERTS_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
+def warns_again(registered: None) -> None:
     integration._warn_of_merged.cache_clear()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for models this small, more threads cost time
-    yield
-    torch.set_num_threads(threads)
 
 
 class Layer(nn.Module):

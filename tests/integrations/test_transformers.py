@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,16 +38,10 @@ from moe_fp8_ext.integrations import transformers as integration
 from moe_fp8_ext.integrations.transformers import register
 
 moe = importlib.import_module("transformers.integrations.moe")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for models this small, more threads cost time
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.usefixtures("registered"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 
 def run(experts: torch.nn.Module, implementation: str, x: Tensor, ids: Tensor, scores: Tensor) -> dict[str, Tensor]:

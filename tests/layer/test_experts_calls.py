@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import moe_fp8_ext
 from moe_fp8_ext import Recipe, _torch, experts
 from moe_fp8_ext.quantization.format import FORMATS
+from moe_fp8_ext.reference.numerics import round_up
 
 RECIPES = ("bf16", *FORMATS)
 HIGH = Recipe("high precision", "rowwise", wgrad_high_precision=True)
@@ -37,10 +38,6 @@ def kept(problem, frozen: tuple[str, ...] = (), **options) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         experts(problem.x, problem.ids, problem.scores, problem.w_gate_up, problem.w_down, **options)
     return sum(size for at, size in storages.items() if at not in own)
-
-
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 @pytest.mark.parametrize("keep", ["fp8", "bf16"])

@@ -14,14 +14,11 @@ from torch import Tensor
 
 from moe_fp8_ext import Recipe, grouped_mm
 from moe_fp8_ext.quantization.format import FORMATS
+from moe_fp8_ext.reference.numerics import round_up
 
 QUANTIZED = tuple(FORMATS)
 NAMES = ("bf16", *QUANTIZED)
 SMALL = 16 * 1024  # room for offs and padded_offs
-
-
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def kept(a: Tensor, b_t: Tensor, offs: Tensor, recipe: str | Recipe, **kwargs: object) -> dict[int, Tensor]:
