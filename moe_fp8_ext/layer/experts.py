@@ -198,7 +198,6 @@ def experts_of_groups(
     """
     op = "experts_of_groups"
     x, quantized = arrived(op, x, stand_in, recipe)
-    check_dense(op, "x", x, 2)
     if scores is not None:
         check_dense(op, "scores", scores, 1)
         scores = scores[:, None]

@@ -231,7 +231,7 @@ class Router(_torch.ModuleWithFloat32):
         """
         options = self._options(x, topk_ids)
         self._check_given(x, mask, topk_ids, topk_scores)
-        choose = partial(on_every_rank, "Router", _Choice.apply) if is_dtensor(x) else _Choice.apply
+        choose = partial(on_every_rank, _Choice.apply) if is_dtensor(x) else _Choice.apply
         logits, topk_ids, scores = choose(x, self.weight, mask, *options)
         self._count(topk_ids)
         loss = self._loss(logits, topk_ids, mask)
@@ -306,7 +306,7 @@ class Router(_torch.ModuleWithFloat32):
 
     def _loss(self, logits: Tensor, topk_ids: Tensor, mask: Tensor | None) -> Tensor:
         if is_dtensor(logits):  # on local tensors: DTensor knows no gradient of logsigmoid
-            (loss,) = on_every_rank("Router", lambda *local: [self._loss(*local)], logits, topk_ids, mask)
+            (loss,) = on_every_rank(lambda *local: [self._loss(*local)], logits, topk_ids, mask)
             return loss
         losses: list[Tensor] = []  # adding to a zero would launch two more kernels
         tokens = max(topk_ids.shape[0], 1) if mask is None else mask.sum().clamp(min=1)
