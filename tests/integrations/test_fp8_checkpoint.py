@@ -14,7 +14,7 @@ import pytest
 import torch
 from experts_problem import Layer, run_exact
 from fp8_checkpoints import EXPERTS, LINEAR, TOP_K, VOCABULARY, D, E, F, as_with_gpu, config, load, write, write_mxfp4
-from helpers import assert_same_tensor, blocks, short, sqnr_db
+from helpers import assert_same_tensor, blocks, saved_tensors, short, sqnr_db
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,8 +111,8 @@ def test_refuses_gradients_of_frozen_experts(folders):
 
 def test_keeps_no_copy(folders):
     """Of weights, backward keeps the parameters themselves."""
-    model, kept = load(folders[False], OURS), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    model = load(folders[False], OURS)
+    with saved_tensors() as kept:
         loss(model)
     weights = {t.data_ptr() for t in kept if t.dtype == torch.float8_e4m3fn and t.dim() == 3}
     of_experts = {p.data_ptr() for p in model.parameters() if p.dtype == torch.float8_e4m3fn}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from experts_problem import WEIGHTS, Layer, assert_equal, but, layer, run
 from grouped_problem import Calls, problem
-from helpers import assert_same, group_offs
+from helpers import assert_same, group_offs, kept_bytes
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -40,20 +40,6 @@ RECIPES = ["bf16", *NAMES, Recipe("rowwise", wgrad_high_precision=True)]
 OF_ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 OF_FORMATS = pytest.mark.parametrize("format", NAMES)
 OF_REUSE = pytest.mark.skipif(_torch.state_of is None, reason="reuse_weights takes private names of torch")
-
-
-def kept_bytes(call: Callable[[], object], *held: Tensor) -> int:
-    """Bytes that a call keeps for backward, without the storages of the tensors that the caller holds anyway."""
-    known, kept = {t.untyped_storage().data_ptr() for t in held}, {}
-
-    def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage().data_ptr() not in known:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        call()
-    return sum(kept.values())
 
 
 def casts(call: Callable[[], object]) -> int:
