@@ -183,7 +183,7 @@ class ExchangedTokens(Source):
             sent.append((self._send(message.rows(0, route.indices, route.inverse)), message.columns()))
         return (self.exchange.operand(*read(of_chunk.receive(), columns)) for of_chunk, columns in sent)
 
-    def give_back(self, chunk: int, rows: Tensor) -> Sent:
+    def give_back(self, rows: Tensor) -> Sent:
         return self._send(rows)
 
     def collect(self, given_back: Sequence[Sent]) -> Tensor:

@@ -149,7 +149,6 @@ def dequantized(experts: nn.Module) -> tuple[Tensor, Tensor]:
 #   dx       dy; h through dh (x's unit and its own); dh's own cast            1 + 1.23 + 1.28 + 1
 #   dscores  dy, and a of h as kept                                            1 + 2.07 + 2.45
 NOISE = {"out": 2.07 + 1, "x": 2 + 1.23 + 1.28, "scores": 1 + 2.07 + 2.45}
-SPREAD = {"out": experts_problem.SPREAD_OF_MANY_DB, "x": experts_problem.SPREAD_OF_MANY_DB}
 
 
 def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
