@@ -28,11 +28,13 @@ from moe_fp8_ext.ops.dispatch import reshaped
 from moe_fp8_ext.quantization.casting import autocast_dtype
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Quantized
+from moe_fp8_ext.report.machine import TESTED
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_KNOWN = "moe_fp8_ext.integrations.transformers: transformers 5.17.0, 5.23.0 and 5.24.0 are known to work, found"
+*_OLDER, _NEWEST = TESTED["transformers"]
+_KNOWN = f"{__name__}: transformers {', '.join(_OLDER)} and {_NEWEST} are known to work, found"
 _OLDEST, _NEXT_MAJOR = (5, 17), (6, 0)
 # The flags of `use_experts_implementation` that describe a layout of experts: in 5.17, and added since.
 _LAYOUT = {"is_concatenated", "is_transposed", "has_bias", "has_gate"}
