@@ -13,7 +13,21 @@ import experts_problem
 import pytest
 import torch
 from experts_problem import Layer, run_exact
-from fp8_checkpoints import EXPERTS, LINEAR, TOP_K, VOCABULARY, D, E, F, as_with_gpu, config, load, write, write_mxfp4
+from fp8_checkpoints import (
+    EXPERTS,
+    LINEAR,
+    TOP_K,
+    VOCABULARY,
+    D,
+    E,
+    F,
+    as_with_gpu,
+    config,
+    load,
+    loss,
+    write,
+    write_mxfp4,
+)
 from helpers import assert_same_tensor, blocks, saved_tensors, short, sqnr_db
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -41,11 +55,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 def experts_of(model: nn.Module, layer: int = 0) -> nn.Module:
     return model.model.layers[layer].mlp.experts
-
-
-def loss(model: nn.Module) -> Tensor:
-    tokens = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
-    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
-from fp8_checkpoints import VOCABULARY, E, write, write_mxfp4
-from torch import Tensor, nn
+from fp8_checkpoints import E, loss, write, write_mxfp4
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_models import transformers
 
@@ -98,11 +98,6 @@ class Largest(TorchDispatchMode):
             if isinstance(t, Tensor) and t.element_size() > 1 and t.device.type != "meta":
                 self.elements = max(self.elements, t.numel())
         return out
-
-
-def loss(model: nn.Module) -> Tensor:
-    tokens = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
-    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 # Five casts to FP8 on the way to a gradient, in each of two layers; see MODEL_TOLERANCE in test_fp8_checkpoint.py.
