@@ -156,7 +156,8 @@ def check_module(op: str, arg: str, value: object) -> None:
 
 
 def check_has_forward(op: str, arg: str, module: torch.nn.Module) -> None:
-    """Checks that a module can be called. Containers such as a ModuleList cannot."""
+    """Checks that a value is a module that can be called. Containers such as a ModuleList cannot."""
+    check_module(op, arg, module)
     has_own_call = type(module).__call__ is not torch.nn.Module.__call__
     if not has_own_call and module.forward == MethodType(torch.nn.Module.forward, module):
         cause = "; call its modules in the forward of another one" if len(list(module.children())) else ""
