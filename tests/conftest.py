@@ -128,7 +128,7 @@ def world_of_one() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For models as small as those of tests, more threads cost time."""
+    """More threads spend their time on being woken, for models as small as those of tests."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

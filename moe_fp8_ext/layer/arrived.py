@@ -50,10 +50,8 @@ def arrived(
     return stand_in, x
 
 
-def operand_of(op: str, x: Quantized | None, recipe: Recipe, offs: Tensor | None = None) -> Operand | None:
+def operand_of(op: str, x: Quantized, recipe: Recipe, offs: Tensor | None = None) -> Operand:
     """Makes the operand of tokens that `arrived` accepted. offs: the groups that they lie in, else None."""
-    if x is None:
-        return None
     format, groups = FORMATS[x.format], None
     if format.order == "blocked":
         groups = None if offs is None else offs.shape[0]
