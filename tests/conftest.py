@@ -128,6 +128,23 @@ def world_of_one() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """More threads spend their time on being woken, for models as small as those of tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def registered(one_thread: None) -> None:
+    """The implementations of experts for models of Transformers."""
+    from moe_fp8_ext.integrations.transformers import register  # imported here, because it loads the package
+
+    register()
+
+
+@pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contents of offs, indices and ids are not checked on a CPU either, so that it shows what a GPU does."""
     monkeypatch.setattr("moe_fp8_ext.ops.checks.contents", lambda x: None)

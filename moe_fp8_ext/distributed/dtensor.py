@@ -109,7 +109,7 @@ def sum_of_ranks(
     return DTensor.from_local(experts(x, ids, scores), mesh, [Partial()], run_check=False)
 
 
-def on_every_rank(op: str, fn: Callable[..., Sequence[Tensor]], *args: object) -> list[Tensor]:
+def on_every_rank(fn: Callable[..., Sequence[Tensor]], *args: object) -> list[Tensor]:
     """Calls fn on every rank with replicated arguments. DTensors among them are passed as tensors of the rank.
 
     Results and gradients are replicated DTensors too.
@@ -121,6 +121,6 @@ def on_every_rank(op: str, fn: Callable[..., Sequence[Tensor]], *args: object) -
     everywhere = (Replicate(),) * mesh.ndim
     for t in dtensors:
         if t.device_mesh != mesh or t.placements != everywhere:
-            raise RuntimeError(f"{op}: tensors must be {everywhere} on {mesh}, got {t.placements} on {t.device_mesh}")
+            raise RuntimeError(f"Router: tensors must be {everywhere} on {mesh}, got {t.placements} on {t.device_mesh}")
     results = fn(*(t.to_local() if is_dtensor(t) else t for t in args))
     return [DTensor.from_local(t, mesh, everywhere, run_check=False) for t in results]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.distributed.message import Column, Message
+from moe_fp8_ext.distributed.message import Column, Message, rule_of_tokens
 from moe_fp8_ext.distributed.plan import (
     DSCORES,
     DX,
@@ -63,7 +63,6 @@ class Exchange:
         self,
         ranks: Ranks,
         recipe: Recipe,
-        casts: Rule | None,
         gradient_casts: Rule | None,
         chunks: int,
         static: StaticPlanner | None,
@@ -71,7 +70,7 @@ class Exchange:
         self.ranks, self.recipe, self.chunks = ranks, recipe, chunks
         self.num_experts = ranks.size * ranks.num_local_experts
         self.exact, self.static = ExactPlanner(ranks, chunks), static
-        self._casts, self._gradient_casts = casts, gradient_casts
+        self._casts, self._gradient_casts = rule_of_tokens(recipe), gradient_casts
         self._local_of = self._local_experts()
         self.agreed: Agreement | None = None  # set by the first call of a static exchange; later calls do not ask ranks
         self.has_ended_step = False  # whether a step has ended since `ExpertParallel` called its `check` itself
@@ -183,7 +182,7 @@ class ExchangedTokens(Source):
             sent.append((self._send(message.rows(0, route.indices, route.inverse)), message.columns()))
         return (self.exchange.operand(*read(of_chunk.receive(), columns)) for of_chunk, columns in sent)
 
-    def give_back(self, chunk: int, rows: Tensor) -> Sent:
+    def give_back(self, rows: Tensor) -> Sent:
         return self._send(rows)
 
     def collect(self, given_back: Sequence[Sent]) -> Tensor:

@@ -114,7 +114,6 @@ class ExpertParallel:
         self._exchange = Exchange(
             self.ranks,
             self.recipe,
-            rule_of_tokens(self.recipe),
             self.recipe.rule(gradient=True) if gradients == "fp8" else None,
             chunks,
             StaticPlanner(self.ranks, self.capacity, top_k) if mode == "static" else None,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext import ops
-from moe_fp8_ext.integrations.fp8_checkpoint import dequantized, names_of, scale_shape
+from moe_fp8_ext.integrations.fp8_checkpoint import dequantized, is_marked, names_of, scale_shape
 from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, fail, is_int
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
@@ -153,7 +153,7 @@ class _Plan:
         self.adapted = {name for name, _, is_adapted in _walk(self.model, _without_adapter) if is_adapted}
         self._check_adapters(model)
         self.left_out = self._tied() | set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
-        weights = [f"{name}.{w}" for name, m in self.modules.items() if _is_experts(m) for w in self._experts(name, m)]
+        weights = [f"{name}.{w}" for name, m in self.modules.items() if is_marked(m) for w in self._experts(name, m)]
         weights += [f"{name}.weight" for name, m in self.modules.items() if _is_fp8(getattr(m, "weight", None))]
         weights += [f"{name}.weight" for name in self._linears()] if linears else []
         self.quantized = frozenset(weights)
@@ -274,7 +274,7 @@ class _Plan:
         for name, module in self.modules.items():
             if type(module) is nn.Linear and not _is_fp8(module.weight):
                 of_parent.setdefault(name.rpartition(".")[0], []).append(name)
-        kept = {"", *(name.rpartition(".")[0] for name, module in self.modules.items() if _is_experts(module))}
+        kept = {"", *(name.rpartition(".")[0] for name, module in self.modules.items() if is_marked(module))}
         head = self.model.get_output_embeddings()
         taken = []
         for parent, names in of_parent.items():
@@ -307,9 +307,7 @@ class _Plan:
             if _stays_a_matrix(module) and f"{module_name}.weight" not in self.quantized:
                 pieces = self.pieces(f"{module_name}.weight", module.weight.to("meta"))
                 skipped += [name.removesuffix(".weight") for name, _ in pieces]
-            elif (
-                module_name.endswith(".experts") and not _is_experts(module) and list(module.parameters(recurse=False))
-            ):
+            elif module_name.endswith(".experts") and not is_marked(module) and list(module.parameters(recurse=False)):
                 skipped.append(module_name)  # which Transformers takes for FP8 experts by the name alone
         if missing := sorted(self._names_by_class() - names - self.left_out):
             cause = "which a loader would draw at random; undo what took their place, such as a parametrization"
@@ -493,11 +491,6 @@ def _with_adapter(wrapper: nn.Module) -> nn.Module:
             setattr(base, name, weight)
         wrapper = wrapper.base_layer
     return base
-
-
-def _is_experts(module: nn.Module) -> bool:
-    """Whether Transformers marks the module's class by `use_experts_implementation`."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def _stays_a_matrix(module: nn.Module) -> bool:

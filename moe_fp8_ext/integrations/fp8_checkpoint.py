@@ -39,6 +39,11 @@ _BLOCK = FORMATS[_FORMAT].block
 _INSTEAD = "load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
 
 
+def is_marked(module: nn.Module) -> bool:
+    """Whether Transformers marks the module's class as experts, by `use_experts_implementation`."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
 def names_of(module: nn.Module) -> tuple[str, str]:
     """Returns the names of the weights in experts that `use_experts_implementation` has marked."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
@@ -207,7 +212,7 @@ def master_weights_(
         new = plain.get_submodule(name).train(found[name].training)
         _move_weights(found.pop(name), new, dtype)
         model.set_submodule(name, new)
-        if was_e8m0 and hasattr(new, "is_transposed"):
+        if was_e8m0 and is_marked(new):
             mark_as_dequantized(new)
     fp8_loading.check_rounding(model)
     if not found:

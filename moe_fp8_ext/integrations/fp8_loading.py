@@ -56,8 +56,7 @@ class FP8Quantizer(FineGrainedFP8HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)
         config = self.quantization_config
-        marked = [module for module in model.modules() if hasattr(module, "is_transposed")]  # an attribute of the mark
-        for module in marked:
+        for module in filter(fp8_checkpoint.is_marked, model.modules()):
             if isinstance(module, FP8Experts) and _recipe(module, ALL_FP8_EXPERTS_FUNCTIONS) is not None:
                 fp8_checkpoint.freeze(module)  # Transformers lets float8 parameters ask for gradients
             elif config.dequantize and config.scale_fmt == "ue8m0":
@@ -68,8 +67,8 @@ class FP8Quantizer(FineGrainedFP8HfQuantizer):
 
 def check_rounding(model: nn.Module) -> None:
     """Warns if the implementation of a model rounds its dequantized weights a second time."""
-    for module in model.modules():
-        recipe = _recipe(module, ALL_EXPERTS_FUNCTIONS) if hasattr(module, "is_transposed") else None
+    for module in filter(fp8_checkpoint.is_marked, model.modules()):
+        recipe = _recipe(module, ALL_EXPERTS_FUNCTIONS)
         if recipe is not None:
             fp8_checkpoint.warn_of_second_rounding(module, recipe)
             return

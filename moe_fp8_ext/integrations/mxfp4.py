@@ -107,9 +107,8 @@ class Mxfp4Quantizer(HfQuantizer):
         return False
 
     def _process_model_before_weight_loading(self, model, **kwargs):
-        for module in model.modules():
-            if hasattr(module, "is_transposed"):  # the mark of experts
-                self._freeze(module)
+        for module in filter(fp8_checkpoint.is_marked, model.modules()):
+            self._freeze(module)
         names = dtypes_of(kwargs.get("checkpoint_files") or ())
         blocks = [name for name in names if name.endswith("_proj_blocks")]
         refuse_without_scales([name for name in blocks if f"{name.removesuffix('blocks')}scales" not in names])
@@ -127,11 +126,10 @@ class Mxfp4Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         rounded = 0
-        for module in model.modules():
-            if hasattr(module, "is_transposed"):
-                fp8_checkpoint.freeze(module, *_PROJECTIONS, *(f"{name}_scale_inv" for name in _PROJECTIONS))
-                module.num_rounded = int(module.num_rounded)
-                rounded += module.num_rounded
+        for module in filter(fp8_checkpoint.is_marked, model.modules()):
+            fp8_checkpoint.freeze(module, *_PROJECTIONS, *(f"{name}_scale_inv" for name in _PROJECTIONS))
+            module.num_rounded = int(module.num_rounded)
+            rounded += module.num_rounded
         if rounded:
             text = "which scales near each other differ too much for; experts count them in num_rounded"
             warn(f"load_mxfp4: {rounded:,} values of experts were rounded, {text}", stacklevel=2)

@@ -113,12 +113,6 @@ class SpeedCallback(TrainerCallback):
         self._replaced_step.close()
         self._tokens, self._flops, self._steps, self.flops_per_token = 0, 0, 0, None
 
-    def on_step_begin(self, *_: object, **__: object) -> None:
-        self._measure_next_call()
-
-    def on_substep_end(self, *_: object, **__: object) -> None:
-        self._measure_next_call()
-
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **__: object) -> None:
         if self.flops_per_token is None:
             self.flops_per_token = self._flops / max(self._tokens, 1)
@@ -132,7 +126,7 @@ class SpeedCallback(TrainerCallback):
     def on_train_end(self, *_: object, **__: object) -> None:
         self._replaced_step.close()
 
-    def _measure_next_call(self) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         """Replaces `training_step` of the Trainer for its next call.
 
         Trainer tells callbacks nothing of a training that raises. So the call itself takes back what was replaced.
@@ -147,6 +141,8 @@ class SpeedCallback(TrainerCallback):
                 return training_step(*args, **kwargs)
 
         self._replaced_step.enter_context(_replaced(self.trainer, "training_step", measured))
+
+    on_substep_end = on_step_begin
 
     @contextmanager
     def _counting_tokens(self) -> Iterator[None]:

@@ -23,16 +23,18 @@ from moe_fp8_ext.layer.bias import plus_bias
 from moe_fp8_ext.layer.experts import experts, recipe_of_module
 from moe_fp8_ext.matmul.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
-from moe_fp8_ext.ops.checks import INPUT_DTYPES, fail, require
+from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dtype, fail, require
 from moe_fp8_ext.ops.dispatch import reshaped
 from moe_fp8_ext.quantization.casting import autocast_dtype
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Quantized
+from moe_fp8_ext.report.machine import TESTED
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_KNOWN = "moe_fp8_ext.integrations.transformers: transformers 5.17.0, 5.23.0 and 5.24.0 are known to work, found"
+*_OLDER, _NEWEST = TESTED["transformers"]
+_KNOWN = f"{__name__}: transformers {', '.join(_OLDER)} and {_NEWEST} are known to work, found"
 _OLDEST, _NEXT_MAJOR = (5, 17), (6, 0)
 # The flags of `use_experts_implementation` that describe a layout of experts: in 5.17, and added since.
 _LAYOUT = {"is_concatenated", "is_transposed", "has_bias", "has_gate"}
@@ -112,7 +114,7 @@ def replacement(module: torch.nn.Module, recipe: Recipe) -> tuple[str, object]:
         RuntimeError: a weight is missing, or has an unknown dtype, for example because it is already quantized.
     """
     _transformers_moe()
-    for name in (_up(module), "down_proj"):
+    for name in fp8_checkpoint.names_of(module):
         require(isinstance(getattr(module, name, None), Tensor), f"moe_fp8: {name} must be a tensor, got none")
     _check(module, recipe)
     fp8_checkpoint.warn_of_second_rounding(module, recipe)
@@ -242,7 +244,7 @@ class _ExpertParallelForward:
 def _inputs(module: torch.nn.Module, hidden_states: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Returns x and scores as `experts` takes them."""
     x, scores = hidden_states, top_k_weights.float().contiguous()
-    dtype = peft.stored(module, _up(module)).dtype
+    dtype = peft.stored(module, fp8_checkpoint.names_of(module)[0]).dtype
     if dtype in INPUT_DTYPES and autocast_dtype(x) is None:  # autocast casts x and the weights
         x = x.to(dtype)
     return x, scores
@@ -253,7 +255,7 @@ def _experts_arguments(module: torch.nn.Module) -> dict[str, object] | None:
     activation = _activation(module)
     if activation is None or getattr(module, "has_post_expert_norm", False):
         return None
-    names = dict(gate_up=_up(module), down="down_proj")
+    names = dict(zip(("gate_up", "down"), fp8_checkpoint.names_of(module), strict=True))
     weights = {f"w_{argument}": _weight(module, name) for argument, name in names.items()}
     biases = {f"b_{argument}": getattr(module, f"{name}_bias") for argument, name in names.items() if module.has_bias}
     adapters = {f"lora_{argument}": peft.adapter(module, name) for argument, name in names.items()}
@@ -303,11 +305,11 @@ def _act_fn(act: object) -> str | None:
 
 def _composed_experts(recipe: Recipe, module: torch.nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
     """Computes the experts with the model's own code between the two products."""
-    up = _up(module)
+    up, down = fp8_checkpoint.names_of(module)
     permutation, offs, inverse = sort_tokens(ids, module.num_experts)
     h = _linear(recipe, module, up, x, offs, indices=permutation, top_k=ids.shape[1])
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    y = _linear(recipe, module, "down_proj", h, offs)
+    y = _linear(recipe, module, down, h, offs)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     return combine(y, inverse, scores)
@@ -332,19 +334,14 @@ def _low_rank(adapter: LoRA, x: Tensor, offs: Tensor, **gathered: object) -> Ten
     return adapter.scaling * grouped_mm(grouped_mm(x, a, offs, recipe="bf16", **gathered), b, offs, recipe="bf16")
 
 
-def _up(module: torch.nn.Module) -> str:
-    return "gate_up_proj" if module.has_gate else "up_proj"
-
-
 def _check(module: torch.nn.Module, recipe: Recipe) -> None:
     """Checks weights of a module by name. The checks of `experts` and `grouped_mm` would not name the weight."""
     if fp8_checkpoint.is_quantized(module):
         fp8_checkpoint.check_experts(module, recipe)
         return
-    for name in (_up(module), "down_proj"):
+    for name in fp8_checkpoint.names_of(module):
         dtype, scale = peft.stored(module, name).dtype, f"{name}_scale_inv"
-        if dtype not in INPUT_DTYPES:
-            fail("moe_fp8", f"{name} must be bfloat16, float16 or float32, got {dtype}")
+        check_dtype("moe_fp8", name, dtype, *INPUT_DTYPES)
         if isinstance(getattr(module, scale, None), Tensor):
             text = f"{name} must be float8_e4m3fn beside {scale}, got {dtype}"
             fail("moe_fp8", f"{text}; a cast such as model.bfloat16() loses the scales: load the model again")

@@ -9,10 +9,9 @@ from moe_fp8_ext.ops.checks import (
     FP8_DTYPES,
     INPUT_DTYPES,
     check_dense,
+    check_dtype,
     check_scale,
     contents,
-    dtype_name,
-    either,
     fail,
 )
 from moe_fp8_ext.quantization.casting import row_major
@@ -37,15 +36,13 @@ def arrived(
     given(op, "x", x, x.format if is_row_major else format)
     check_dense(op, "q of x", x.q, 2)
     check_dense(op, "scale of x", x.scale, x.scale.dim())
-    if x.q.dtype not in FP8_DTYPES:
-        fail(op, f"q of x must be {either([dtype_name(dtype) for dtype in FP8_DTYPES])}, got {x.q.dtype}")
+    check_dtype(op, "q of x", x.q.dtype, *FP8_DTYPES)
     if x.scale.device != x.q.device:
         fail(op, f"scale of x must be on the device of its q, {x.q.device}, got {x.scale.device}")
     if stand_in is None:
         return x.q.new_empty((), dtype=torch.bfloat16).expand(x.q.shape), x
     check_dense(op, "stand_in", stand_in, 2)
-    if stand_in.dtype not in INPUT_DTYPES:
-        fail(op, f"stand_in must be bfloat16, float16 or float32, got {stand_in.dtype}")
+    check_dtype(op, "stand_in", stand_in.dtype, *INPUT_DTYPES)
     if stand_in.shape != x.q.shape:
         fail(op, f"stand_in must have the shape of x, {list(x.q.shape)}, got {list(stand_in.shape)}")
     if stand_in.device != x.q.device:
@@ -53,10 +50,8 @@ def arrived(
     return stand_in, x
 
 
-def operand_of(op: str, x: Quantized | None, recipe: Recipe, offs: Tensor | None = None) -> Operand | None:
+def operand_of(op: str, x: Quantized, recipe: Recipe, offs: Tensor | None = None) -> Operand:
     """Makes the operand of tokens that `arrived` accepted. offs: the groups that they lie in, else None."""
-    if x is None:
-        return None
     format, groups = FORMATS[x.format], None
     if format.order == "blocked":
         groups = None if offs is None else offs.shape[0]

@@ -143,7 +143,7 @@ def experts(
     more = lora_gate_up, lora_down, delay_wgrad, quantized
     call, *inputs = layer_call(_OP, x, topk_ids, topk_scores, w_gate_up, w_down, *options, *more)
     validate_ids(_OP, topk_ids, call.experts)
-    tokens = operand_of(_OP, quantized, call.recipe)
+    tokens = None if quantized is None else operand_of(_OP, quantized, call.recipe)
     return computed(call, RoutedTokens(topk_ids.contiguous(), call.experts, tokens), *inputs)
 
 
@@ -198,7 +198,6 @@ def experts_of_groups(
     """
     op = "experts_of_groups"
     x, quantized = arrived(op, x, stand_in, recipe)
-    check_dense(op, "x", x, 2)
     if scores is not None:
         check_dense(op, "scores", scores, 1)
         scores = scores[:, None]
@@ -207,7 +206,8 @@ def experts_of_groups(
     call, *inputs = layer_call(op, x, None, scores, w_gate_up, w_down, *options, *more)
     _check_tensor(op, "offs", offs, (call.experts,), x, (torch.int32,))
     validate_offs(op, offs, "rows of x", x.shape[0])
-    return computed(call, SortedRows(offs, operand_of(op, quantized, call.recipe, offs)), *inputs)
+    rows = None if quantized is None else operand_of(op, quantized, call.recipe, offs)
+    return computed(call, SortedRows(offs, rows), *inputs)
 
 
 _OPTIONS = {name for name, p in inspect.signature(experts).parameters.items() if p.kind is p.KEYWORD_ONLY}

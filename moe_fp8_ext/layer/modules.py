@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,6 @@ from moe_fp8_ext.ops.checks import (
     check_dense,
     check_has_forward,
     check_int,
-    check_module,
     check_one_of,
     check_output,
     check_parameter_dtype,
@@ -150,9 +150,9 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_bias", self._parameter(n, device=device, dtype=dtype) if bias else None)
         if lora_rank is not None:
             self.requires_grad_(False)
-        for name, (n, k) in sizes.items() if lora_rank is not None else ():
-            for letter, size in (("A", (lora_rank, k)), ("B", (n, lora_rank))):
-                self.register_parameter(f"{name}_lora_{letter}", self._parameter(*size, device=device, dtype=dtype))
+            for name, (n, k) in sizes.items():
+                for letter, size in (("A", (lora_rank, k)), ("B", (n, lora_rank))):
+                    self.register_parameter(f"{name}_lora_{letter}", self._parameter(*size, device=device, dtype=dtype))
         self.register_load_state_dict_pre_hook(_check_frozen)
         self.reset_parameters()
 
@@ -356,14 +356,11 @@ class MoE(nn.Module):
         num_fused_shared: int = 0,
     ) -> None:
         super().__init__()
-        check_module("MoE", "router", router)
-        check_module("MoE", "experts", experts)
+        check_has_forward("MoE", "router", router)
+        check_has_forward("MoE", "experts", experts)
         _check_forwards(router, experts)
         if shared_experts is not None:
-            check_module("MoE", "shared_experts", shared_experts)
-        for arg, module in (("router", router), ("experts", experts), ("shared_experts", shared_experts)):
-            if module is not None:
-                check_has_forward("MoE", arg, module)
+            check_has_forward("MoE", "shared_experts", shared_experts)
         check_int("MoE", "num_fused_shared", num_fused_shared)
         require(num_fused_shared >= 0, f"MoE: num_fused_shared must be at least 0, got {num_fused_shared}")
         knows = not num_fused_shared or isinstance(experts, Experts)
@@ -396,18 +393,15 @@ class MoE(nn.Module):
             mask, topk_ids, topk_scores: as in `Router.forward`, with the leading sizes of x: [...] and [..., top_k].
                 The router gets the ones that are not None. A padding token uses shared_experts alone.
         """
-        ep = getattr(self.experts, "ep", None)
-        if ep is None:
+        ep, options = getattr(self.experts, "ep", None), {}
+        with nullcontext() if ep is None else ep.errors_on_all_ranks():
             tokens = _tokens_of(x)
             routing = self._route(x, tokens, mask, topk_ids, topk_scores)
-            out = self._routed(x, tokens, routing)
-            return out if self.shared_experts is None else out + self._shared(x), routing.loss
-        with ep.errors_on_all_ranks():
-            tokens = _tokens_of(x)
-            routing = self._route(x, tokens, mask, topk_ids, topk_scores)
-        if self.shared_experts is None:
-            return self._routed(x, tokens, routing), routing.loss
-        out = self._routed(x, tokens, routing, shared_experts=lambda t: self._shared(t.view(x.shape)).reshape(t.shape))
+        if ep is not None and self.shared_experts is not None:
+            options["shared_experts"] = lambda t: self._shared(t.view(x.shape)).reshape(t.shape)
+        out = self._routed(x, tokens, routing, **options)
+        if self.shared_experts is not None and not options:
+            out = out + self._shared(x)
         return out, routing.loss
 
     def _routed(self, x: Tensor, tokens: Tensor, routing: Routing, **options: Callable[[Tensor], Tensor]) -> Tensor:

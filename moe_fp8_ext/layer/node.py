@@ -145,11 +145,11 @@ class LayerFunction(torch.autograd.Function):
             sent = None if call.arrived else inputs.x
             watch = ctx.watch = None if watches is None else LayerWatch(*watches, call, sent)
             given_back, kept = [], []
-            for i, chunk in enumerate(source.chunks(inputs.x, inputs.scores)):
+            for chunk in source.chunks(inputs.x, inputs.scores):
                 finish, saved = _forward(engine, call, chunk, up, w_up, down, w_down, watch)
                 watch = None  # the first chunk alone is measured
                 if postponed is None:
-                    given_back.append(source.give_back(i, finish()))
+                    given_back.append(source.give_back(finish()))
                 else:
                     postponed.append(finish)
                 del finish  # it holds activations
@@ -305,9 +305,8 @@ def _backward(
         up, down = (linear._replace(transposed=False) for linear in (call.up, call.down))  # totals are contiguous
         call = call._replace(up=up, down=down)
     weights = (WeightGradients if call.delayed is None else call.delayed.of_backward)(engine, call.up, call.down)
-    for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
-        give_back = partial(source.give_back, i)
-        arguments = engine, call, layer.b_down, up_t, down_t, saved, dout, weights, give_back, watch
+    for saved, dout in zip(kept, gradients, strict=True):
+        arguments = engine, call, layer.b_down, up_t, down_t, saved, dout, weights, source.give_back, watch
         found.append(_backward_of_chunk(*arguments))
         watch = None
     if len(found) == 1:

@@ -16,14 +16,13 @@ from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     check_bool,
     check_dense,
+    check_dtype,
     check_number,
     check_one_of,
     check_parameter_dtype,
     check_shape,
     check_sizes,
     contents,
-    dtype_name,
-    either,
     fail,
     is_int,
     require,
@@ -232,7 +231,7 @@ class Router(_torch.ModuleWithFloat32):
         """
         options = self._options(x, topk_ids)
         self._check_given(x, mask, topk_ids, topk_scores)
-        choose = partial(on_every_rank, "Router", _Choice.apply) if is_dtensor(x) else _Choice.apply
+        choose = partial(on_every_rank, _Choice.apply) if is_dtensor(x) else _Choice.apply
         logits, topk_ids, scores = choose(x, self.weight, mask, *options)
         self._count(topk_ids)
         loss = self._loss(logits, topk_ids, mask)
@@ -264,8 +263,7 @@ class Router(_torch.ModuleWithFloat32):
     def _options(self, x: Tensor, given_ids: Tensor | None) -> ChoiceOptions:
         """Checks x and returns the options of a forward."""
         check_dense("Router", "x", x, 2)
-        if x.dtype not in INPUT_DTYPES:
-            fail("Router", f"x must be {either(map(dtype_name, INPUT_DTYPES))}, got {x.dtype}")
+        check_dtype("Router", "x", x.dtype, *INPUT_DTYPES)
         (experts, size), device = self.weight.shape, self.weight.device
         if x.shape[1] != size:
             cause = "; sizes are given as Router(num_experts, hidden_size, top_k)" if x.shape[1] == experts else ""
@@ -308,7 +306,7 @@ class Router(_torch.ModuleWithFloat32):
 
     def _loss(self, logits: Tensor, topk_ids: Tensor, mask: Tensor | None) -> Tensor:
         if is_dtensor(logits):  # on local tensors: DTensor knows no gradient of logsigmoid
-            (loss,) = on_every_rank("Router", lambda *local: [self._loss(*local)], logits, topk_ids, mask)
+            (loss,) = on_every_rank(lambda *local: [self._loss(*local)], logits, topk_ids, mask)
             return loss
         losses: list[Tensor] = []  # adding to a zero would launch two more kernels
         tokens = max(topk_ids.shape[0], 1) if mask is None else mask.sum().clamp(min=1)

@@ -40,7 +40,7 @@ class Source:
         """Returns the gradient of the output for the tokens of each chunk."""
         return [Operand(row_major(dout))]
 
-    def give_back(self, chunk: int, rows: Tensor) -> object:
+    def give_back(self, rows: Tensor) -> object:
         """Starts to return a chunk's results, or the gradients of its tokens. Returns a handle for `collect`."""
         return rows
 

@@ -17,6 +17,7 @@ from moe_fp8_ext.ops.checks import (
     CUMSUM,
     INPUT_DTYPES,
     VALIDATE,
+    check_both_or_none,
     check_dense,
     check_int,
     check_main_grad,
@@ -283,8 +284,7 @@ def _check(
     if got != e:
         _fail(f"offs must have {e} entries, one for each expert of B_t, got {got}; {VALIDATE}")
     if (indices is None) != (top_k is None):
-        given, missing = ("top_k", "indices") if indices is None else ("indices", "top_k")
-        _fail(f"{missing} must be given with {given}, got None")
+        check_both_or_none(_OP, indices=indices, top_k=top_k)
     if a[0] is not None and a[0].offs is None and FORMATS[a[0].format].order == "blocked":
         _fail("A must be quantized for offs, by whose groups its scales are blocked, got one without")
     if indices is not None:

@@ -8,14 +8,14 @@ from moe_fp8_ext.ops.checks import (
     FP8_DTYPES,
     INPUT_DTYPES,
     check_amax,
+    check_both_or_none,
+    check_dtype,
     check_format,
     check_groups,
     check_one_of,
     check_optional_indices,
     check_scale,
     check_shape,
-    dtype_name,
-    either,
     fp8_dtype,
     require,
 )
@@ -377,8 +377,7 @@ def _check_gradients(
 
     Returns the shape of a and an empty grad_scores.
     """
-    dtypes = INPUT_DTYPES if h_scale is None else FP8_DTYPES
-    require(h.dtype in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {h.dtype}")
+    check_dtype(op, "h", h.dtype, *(INPUT_DTYPES if h_scale is None else FP8_DTYPES))
     require(h_scale is not None or grad.dtype == h.dtype, f"{op}: grad must be, like h, {h.dtype}, got {grad.dtype}")
     shape = h.shape[0], _features(op, h, activation)
     check_shape(op, "grad", grad, shape)
@@ -396,8 +395,7 @@ def _check_gradients(
 
 @fake(_activate_backward)
 def _(op, grad, h, h_scale, format, **others):
-    require(h_scale is not None or format is None, f"{op}: h_scale must be given with format, got None")
-    require(h_scale is None or format is not None, f"{op}: format must be given with h_scale, got None")
+    check_both_or_none(op, h_scale=h_scale, format=format)
     shape, grad_scores = _check_gradients(op, grad, h, h_scale=h_scale, format=format, **others)
     return grad.new_empty(h.shape), grad.new_empty(shape), grad_scores
 

@@ -146,8 +146,8 @@ def check_number(op: str, arg: str, value: object) -> None:
 
 
 def check_parameter_dtype(op: str, dtype: torch.dtype | None) -> None:
-    ok = dtype is None or dtype in INPUT_DTYPES
-    require(ok, f"{op}: dtype must be {either(map(dtype_name, INPUT_DTYPES))}, got {dtype}")
+    if dtype is not None:
+        check_dtype(op, "dtype", dtype, *INPUT_DTYPES)
 
 
 def check_module(op: str, arg: str, value: object) -> None:
@@ -156,7 +156,8 @@ def check_module(op: str, arg: str, value: object) -> None:
 
 
 def check_has_forward(op: str, arg: str, module: torch.nn.Module) -> None:
-    """Checks that a module can be called. Containers such as a ModuleList cannot."""
+    """Checks that a value is a module that can be called. Containers such as a ModuleList cannot."""
+    check_module(op, arg, module)
     has_own_call = type(module).__call__ is not torch.nn.Module.__call__
     if not has_own_call and module.forward == MethodType(torch.nn.Module.forward, module):
         cause = "; call its modules in the forward of another one" if len(list(module.children())) else ""
@@ -189,8 +190,9 @@ def check_sizes(op: str, num_experts: int, **sizes: int) -> None:
         require(size >= 1, f"{op}: {name} must be at least 1, got {size}")
 
 
-def check_dtype(op: str, arg: str, x: Tensor, dtype: torch.dtype) -> None:
-    require(x.dtype == dtype, f"{op}: {arg} must be {dtype_name(dtype)}, got {x.dtype}")
+def check_dtype(op: str, arg: str, dtype: torch.dtype, *known: torch.dtype) -> None:
+    if dtype not in known:
+        fail(op, f"{arg} must be {either(map(dtype_name, known))}, got {dtype}")
 
 
 def check_dense(op: str, arg: str, x: object, dims: int, max_dims: int | None = None) -> None:
@@ -270,8 +272,7 @@ def check_main_grad(op: str, arg: str, main_grad: Tensor, of: str, weight: Tenso
     transposed: the weight is the transposed view of [E, N, K], and main_grad must be one too.
     """
     check_dense(op, arg, main_grad, 3)
-    if main_grad.dtype not in (torch.bfloat16, torch.float32):
-        fail(op, f"{arg} must be bfloat16 or float32, got {main_grad.dtype}")
+    check_dtype(op, arg, main_grad.dtype, torch.bfloat16, torch.float32)
     if main_grad.shape != weight.shape:
         fail(op, f"{arg} must have the shape of {of}, {tuple(weight.shape)}, got {tuple(main_grad.shape)}")
     if main_grad.device != weight.device:
@@ -301,7 +302,7 @@ def check_amax(op: str, format: Format, amax: str) -> None:
 
 
 def check_scale(op: str, arg: str, scale: Tensor, format: Format, shape: Sequence[int]) -> None:
-    check_dtype(op, arg, scale, format.scale_dtype)
+    check_dtype(op, arg, scale.dtype, format.scale_dtype)
     check_shape(op, arg, scale, shape)
     if format.order != "column_major":
         check_contiguous(op, arg, scale)
@@ -318,7 +319,7 @@ def check_scale_of_tokens(
     blocks = format.blocks(positions)
     if format.order != "column_major":
         return check_scale(op, arg, scale, format, format.scale_of_tokens(k, blocks, e).shape)
-    check_dtype(op, arg, scale, format.scale_dtype)
+    check_dtype(op, arg, scale.dtype, format.scale_dtype)
     check_dims(op, arg, scale, 2, 2)
     row_dim, block_dim = (1, 0) if transposed else (0, 1)
     got_rows, got_blocks = scale.shape[row_dim], scale.shape[block_dim]
@@ -398,7 +399,7 @@ def fp8_dtype(op: str, dtype: torch.dtype | None, x: Tensor, arg: str = "dtype")
     """Checks `dtype`; None becomes the default of x's device."""
     if dtype is None:
         return default_fp8_dtype(x.device)
-    require(dtype in FP8_DTYPES, f"{op}: {arg} must be {either(map(dtype_name, FP8_DTYPES))}, got {dtype}")
+    check_dtype(op, arg, dtype, *FP8_DTYPES)
     return dtype
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     check_dims,
+    check_dtype,
     check_format,
     check_one_of,
     check_padded,
@@ -70,7 +71,7 @@ def _(op, q, scale, format, along, offs, out_dtype):
         check_size(op, "q", q.shape[-2], "rows")
     require(not along_tokens or offs is not None, f"{op}: offs must be given along tokens, got None")
     out_dtype = out_dtype or torch.bfloat16
-    require(out_dtype in INPUT_DTYPES, f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    check_dtype(op, "out_dtype", out_dtype, *INPUT_DTYPES)
     e = None
     if offs is not None:
         e = offs.shape[0]

@@ -27,7 +27,7 @@ _LIBRARY = torch.library.Library("moe_fp8", "IMPL")
 _Below = _torch.below_autograd
 _is_compiling = torch.compiler.is_compiling
 _NOTHING = nullcontext()
-_differentiated: set[OpOverload] = set()  # ops whose derivative, or the error in its place, is registered
+_differentiated: set[OpOverload] = set()  # ops whose derivative is registered
 # How errors name the kinds of a schema.
 _KINDS = {
     "Tensor": "a tensor",
@@ -147,7 +147,6 @@ def refuse_derivatives(op: OpOverload) -> None:
     """
     if op in _differentiated:
         return
-    _differentiated.add(op)
 
     def kernel(keyset, *args, **kwargs):
         if in_forward_ad():

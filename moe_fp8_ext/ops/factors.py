@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_count, check_one_of, check_size, require
+from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_count, check_dtype, check_one_of, check_size, require
 from moe_fp8_ext.ops.dispatch import fake
 
 _cast_factor = torch.ops.moe_fp8.cast_factor.default
@@ -69,8 +69,7 @@ def _(op, m, rows, cols, order, dtype, num_experts, scaling):
         check_size(op, "m", m.shape[0], "experts")
         sizes["e"] = m.shape[0] if num_experts is None else num_experts
         check_count(op, "num_experts", sizes["e"])
-    ok = dtype in INPUT_DTYPES
-    require(ok, f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
+    check_dtype(op, "dtype", dtype, *INPUT_DTYPES)
     ordered = [sizes[dim] for dim in order]
     if all(isinstance(size, int) for size in ordered):
         what = f"{ordered} of {dtype.itemsize} bytes each"

@@ -6,6 +6,7 @@ from torch import Tensor
 from moe_fp8_ext.ops.checks import (
     check_both_or_none,
     check_dim,
+    check_dtype,
     check_format,
     check_indices,
     check_padded,
@@ -189,8 +190,7 @@ def _checked_shape(
 def _(op, a, b, out_dtype, out_transposed, low_rank_a, low_rank_b, **operands):
     shape = _checked_shape(op, a, b, **operands)
     out_dtype = out_dtype or torch.bfloat16
-    ok = out_dtype in (torch.bfloat16, torch.float32)
-    require(ok, f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
+    check_dtype(op, "out_dtype", out_dtype, torch.bfloat16, torch.float32)
     ok = b.dim() == 2 or not out_transposed
     require(ok, f"{op}: out_transposed must be False with b of 3 dimensions, got True")
     check_both_or_none(op, low_rank_a=low_rank_a, low_rank_b=low_rank_b)

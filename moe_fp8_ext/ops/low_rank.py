@@ -7,10 +7,10 @@ from moe_fp8_ext.ops.checks import (
     FP8_DTYPES,
     check_both_or_none,
     check_dim,
+    check_dtype,
+    check_one_of,
     check_optional_indices,
     check_scale,
-    dtype_name,
-    either,
     require,
 )
 from moe_fp8_ext.ops.dispatch import fake
@@ -18,7 +18,6 @@ from moe_fp8_ext.quantization.format import FORMATS
 
 _narrow_tokens = torch.ops.moe_fp8.narrow_tokens.default
 _outer_tokens = torch.ops.moe_fp8.outer_tokens.default
-
 
 FORMATS_OF_TOKENS = "rowwise", "blockwise"  # of x: their scales are in float32, and do not depend on groups
 
@@ -101,12 +100,9 @@ def outer_tokens(
 
 def _check_tokens(op, x, x_scale, format):
     check_both_or_none(op, x_scale=x_scale, format=format)
-    dtypes = (torch.bfloat16,) if x_scale is None else FP8_DTYPES
-    require(x.dtype in dtypes, f"{op}: x must be {either(map(dtype_name, dtypes))}, got {x.dtype}")
+    check_dtype(op, "x", x.dtype, *((torch.bfloat16,) if x_scale is None else FP8_DTYPES))
     if x_scale is not None:
-        require(
-            format in FORMATS_OF_TOKENS, f"{op}: format must be {either(map(repr, FORMATS_OF_TOKENS))}, got {format!r}"
-        )
+        check_one_of(op, "format", format, FORMATS_OF_TOKENS)
         check_scale(op, "x_scale", x_scale, FORMATS[format], FORMATS[format].scale_of_rows(x.shape).shape)
 
 
@@ -128,6 +124,5 @@ def _(op, u, x, offs, scores, x_scale, format, indices, top_k, out_dtype):
         slots = x.shape[0] if top_k is None else x.shape[0] * top_k
         require(scores.numel() == slots, f"{op}: scores must have {slots} elements, got {scores.numel()}")
     out_dtype = out_dtype or torch.bfloat16
-    ok = out_dtype in (torch.bfloat16, torch.float32)
-    require(ok, f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
+    check_dtype(op, "out_dtype", out_dtype, torch.bfloat16, torch.float32)
     return u.new_empty((offs.shape[0], u.shape[1], x.shape[1]), dtype=out_dtype)

@@ -23,8 +23,6 @@ _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
 _quantize_both = torch.ops.moe_fp8.quantize_both.default
 _quantize_weight = torch.ops.moe_fp8.quantize_weight.default
 
-_DIRECTIONS = ("both", "rows", "transposed")
-
 
 def quantize_rows(
     x: Tensor,
@@ -245,7 +243,7 @@ fake(_quantize_both)(partial(_outputs, True, True))
 @fake(_quantize_weight)
 def _(op, w, format, dtype, rounding, directions):
     format = check_format(op, format, rounding)
-    check_one_of(op, "directions", directions, _DIRECTIONS)
+    check_one_of(op, "directions", directions, ("both", "rows", "transposed"))
     dtype = fp8_dtype(op, dtype, w)
     outputs = []
     for left_out, (e, *lines) in (("transposed", w.shape), ("rows", w.mT.shape)):

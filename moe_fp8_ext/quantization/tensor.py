@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moe_fp8_ext import ops
 from moe_fp8_ext._C import validates
-from moe_fp8_ext.ops.checks import FP8_DTYPES, check_format, check_one_of, fail, has_values, require
+from moe_fp8_ext.distributed.dtensor import is_dtensor
+from moe_fp8_ext.ops.checks import FP8_DTYPES, check_format, check_one_of, dtype_name, fail, has_values, require
 from moe_fp8_ext.ops.dispatch import refuse_derivatives_of
 from moe_fp8_ext.quantization.casting import lies_transposed, row_major
 from moe_fp8_ext.quantization.format import FORMATS, padded_extent
@@ -73,7 +74,7 @@ class Quantized:
         f = check_format(op, format)
         for name, t in (("q", q), ("scale", scale)):
             require(isinstance(t, Tensor), f"{op}: {name} must be a tensor, got {type(t).__name__}")
-        if hasattr(q, "placements") or hasattr(scale, "placements"):  # isinstance would import DTensor, which is slow
+        if is_dtensor(q) or is_dtensor(scale):
             q, scale = _shards(op, q, scale)
         if q.dtype not in FP8_DTYPES:
             cause = "view bytes as an fp8 dtype" if q.dtype in (torch.uint8, torch.int8) else "see `quantize_weight`"
@@ -92,7 +93,7 @@ class Quantized:
             scale, rounding = scale.float(), "pow2"
         if scale.dtype != f.scale_dtype:
             also = " or float8_e8m0fnu" if f.scale_dtype == torch.float32 else ""
-            fail(op, f"scale must be {str(f.scale_dtype)[6:]}{also} in format {format!r}, got {scale.dtype}")
+            fail(op, f"scale must be {dtype_name(f.scale_dtype)}{also} in format {format!r}, got {scale.dtype}")
         if not f.has_square_blocks:
             scale = scale.contiguous()
         is_view = f.has_square_blocks and q.stride(-2) == 1
@@ -138,7 +139,7 @@ class Quantized:
         """Returns the fields, with fp8 tensors as uint8, because `pickle` alone cannot load torch's fp8 tensors."""
         narrow = {name: t for name, t in self._tensors().items() if t.itemsize == 1}
         state = self.__dict__ | {name: t.view(torch.uint8) for name, t in narrow.items()}
-        return state | {"dtypes": {name: str(t.dtype).removeprefix("torch.") for name, t in narrow.items()}}
+        return state | {"dtypes": {name: dtype_name(t.dtype) for name, t in narrow.items()}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         dtypes = state["dtypes"]
@@ -327,7 +328,7 @@ def _shards(op: str, q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     from torch.distributed.tensor import Shard  # imported here, because it takes long to load
 
     for name, t in (("q", q), ("scale", scale)):
-        if not hasattr(t, "placements"):
+        if not is_dtensor(t):
             fail(op, f"{name} must be a DTensor where the other is one, got a tensor")
         if tuple(t.placements) != (Shard(0),):
             fail(op, f"{name} must be sharded by expert, (Shard(dim=0),), got {t.placements}")

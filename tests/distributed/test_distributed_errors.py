@@ -303,7 +303,7 @@ def check_messages_back(world: World) -> None:
     rows = [torch.zeros(len(chunk.groups.inverse), D).bfloat16() for chunk in source.chunks(problem.x, problem.scores)]
     mine, theirs = ("dx", "outputs") if world.rank == last else ("outputs", "dx")
     source.due = [(mine, 0)]
-    given_back = [source.give_back(0, rows[0].to(world.device))]
+    given_back = [source.give_back(rows[0].to(world.device))]
     if world.device == "cpu":
         text = f"this one waits for the {mine} of call 1 and got the {theirs} of call 1"
         world.raises(text, partial(source.collect, given_back))

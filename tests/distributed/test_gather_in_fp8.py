@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import blocks
+from helpers import blocks, saved_tensors
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -204,7 +204,7 @@ def check_memory(recipe: str, rank: int, folder: Path) -> None:
     """Backward keeps no copy of a weight. FSDP2 and the layer have freed everything that they gathered."""
 
     def check(again: str | None) -> None:
-        model, weights, saved = sharded(recipe, True, again), [], []
+        model, weights = sharded(recipe, True, again), []
 
         def note(layer: Layer, _: object) -> None:
             weights.extend(w for w in layer.parameters() if w.dim() == 3)
@@ -215,7 +215,7 @@ def check_memory(recipe: str, rank: int, folder: Path) -> None:
 
         for layer in model.layers:
             layer.register_forward_pre_hook(note)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        with saved_tensors() as saved:
             out = model(batch(0, rank))
         assert len(weights) == LAYERS * len(SHAPES) and set(kept()) == {0}
         assert {type(t) for t in saved if t.dim() == 3} == (set() if again else {GatheredWeight})

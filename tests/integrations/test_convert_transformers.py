@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,18 +26,11 @@ from transformers_models import (
 
 import moe_fp8_ext
 from moe_fp8_ext import Recipe, convert_, revert_
-from moe_fp8_ext.integrations.transformers import register
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    register()  # the implementations that conversions are compared with
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.usefixtures("registered"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 
 def converted(name: str = "qwen3_moe", recipe: str = "blockwise") -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +16,6 @@ from transformers_models import transformers
 
 import moe_fp8_ext
 from moe_fp8_ext import Recipe, export_fp8, fp8_state, ops
-from moe_fp8_ext.integrations.transformers import register
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -37,16 +35,10 @@ MODELS = {
 }
 IDS = torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(1))
 POW2 = Recipe("blockwise", rounding="pow2")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.usefixtures("registered"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
 
 
 def tiny(name: str = "qwen3_moe", **other: object) -> nn.Module:

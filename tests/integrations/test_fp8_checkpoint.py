@@ -6,15 +6,29 @@ import collections
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import experts_problem
 import pytest
 import torch
 from experts_problem import Layer, run_exact
-from fp8_checkpoints import EXPERTS, LINEAR, TOP_K, VOCABULARY, D, E, F, as_with_gpu, config, load, write, write_mxfp4
-from helpers import assert_same_tensor, blocks, short, sqnr_db
+from fp8_checkpoints import (
+    EXPERTS,
+    LINEAR,
+    TOP_K,
+    VOCABULARY,
+    D,
+    E,
+    F,
+    as_with_gpu,
+    config,
+    load,
+    loss,
+    write,
+    write_mxfp4,
+)
+from helpers import assert_same_tensor, blocks, saved_tensors, short, sqnr_db
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,17 +40,11 @@ from moe_fp8_ext.integrations.fp8_checkpoint import master_weights_
 from moe_fp8_ext.integrations.transformers import register
 from moe_fp8_ext.quantization import cost
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("registered"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 OURS = "moe_fp8_blockwise"
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +55,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 def experts_of(model: nn.Module, layer: int = 0) -> nn.Module:
     return model.model.layers[layer].mlp.experts
-
-
-def loss(model: nn.Module) -> Tensor:
-    tokens = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
-    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -117,8 +120,8 @@ def test_refuses_gradients_of_frozen_experts(folders):
 
 def test_keeps_no_copy(folders):
     """Of weights, backward keeps the parameters themselves."""
-    model, kept = load(folders[False], OURS), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    model = load(folders[False], OURS)
+    with saved_tensors() as kept:
         loss(model)
     weights = {t.data_ptr() for t in kept if t.dtype == torch.float8_e4m3fn and t.dim() == 3}
     of_experts = {p.data_ptr() for p in model.parameters() if p.dtype == torch.float8_e4m3fn}
@@ -155,7 +158,6 @@ def dequantized(experts: nn.Module) -> tuple[Tensor, Tensor]:
 #   dx       dy; h through dh (x's unit and its own); dh's own cast            1 + 1.23 + 1.28 + 1
 #   dscores  dy, and a of h as kept                                            1 + 2.07 + 2.45
 NOISE = {"out": 2.07 + 1, "x": 2 + 1.23 + 1.28, "scores": 1 + 2.07 + 2.45}
-SPREAD = {"out": experts_problem.SPREAD_OF_MANY_DB, "x": experts_problem.SPREAD_OF_MANY_DB}
 
 
 def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:

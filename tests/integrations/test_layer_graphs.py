@@ -13,15 +13,12 @@ from transformers_models import MODELS, tiny_model, transformers
 
 import moe_fp8_ext
 from moe_fp8_ext.integrations.layer_graphs import graph_layers_
-from moe_fp8_ext.integrations.transformers import register
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("registered"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 CHECKPOINTS = dict(use_reentrant=False)
-
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    register()
 
 
 def batch(where: str, seed: int = 0, length: int = 12) -> dict[str, Tensor]:

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
-from fp8_checkpoints import VOCABULARY, E, write, write_mxfp4
-from torch import Tensor, nn
+from fp8_checkpoints import E, loss, write, write_mxfp4
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_models import transformers
 
 import moe_fp8_ext
 from moe_fp8_ext import Quantized
 from moe_fp8_ext.integrations.fp8_checkpoint import master_weights_
-from moe_fp8_ext.integrations.transformers import register
 
 mxfp4 = importlib.import_module("moe_fp8_ext.integrations.mxfp4")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.usefixtures("registered"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 
 def drawn(*shape: int, low: int, high: int) -> tuple[Tensor, Tensor]:
@@ -106,11 +98,6 @@ class Largest(TorchDispatchMode):
             if isinstance(t, Tensor) and t.element_size() > 1 and t.device.type != "meta":
                 self.elements = max(self.elements, t.numel())
         return out
-
-
-def loss(model: nn.Module) -> Tensor:
-    tokens = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
-    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 # Five casts to FP8 on the way to a gradient, in each of two layers; see MODEL_TOLERANCE in test_fp8_checkpoint.py.

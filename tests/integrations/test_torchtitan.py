@@ -43,16 +43,8 @@ TRAINED = ("deepseek_v3", "qwen3")
 WHOLE = "deepseek_v3"  # the model whose losses are computed at full size; the other takes a CPU two minutes
 MODULE = "moe_fp8_ext.integrations.torchtitan"
 OVERRIDE = f"{MODULE}.moe_fp8"
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS, SEQUENCES, LENGTH = 6, 2, 32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """With more threads, a CPU's bfloat16 product of small matrices spends its time on waking them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @config.override(target=attention.FlexAttention.Config)

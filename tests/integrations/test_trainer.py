@@ -9,14 +9,9 @@ import torch
 from transformers_models import EXPERTS, SIZES, TOP_K, gradients, tiny_model, transformers
 
 import moe_fp8_ext
-from moe_fp8_ext.integrations.transformers import register
 
+pytestmark = pytest.mark.usefixtures("registered")
 STEPS, EVERY, BATCH, CONTEXT = 5, 2, 2, 16
-
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    register()
 
 
 class Writer:

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from transformers_models import (
     MODELS,
     SIZES,
     Sizes,
+    assert_close,
     assert_same,
     calls,
     drawn,
@@ -39,16 +39,10 @@ from moe_fp8_ext.integrations import transformers as integration
 from moe_fp8_ext.integrations.transformers import register
 
 moe = importlib.import_module("transformers.integrations.moe")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for models this small, more threads cost time
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.usefixtures("registered"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 
 def run(experts: torch.nn.Module, implementation: str, x: Tensor, ids: Tensor, scores: Tensor) -> dict[str, Tensor]:
@@ -66,19 +60,11 @@ ROUNDINGS = 14 + 14 + 10
 TOLERANCE = (2 * ROUNDINGS / 3) ** 0.5 * 2**-8  # 2 %
 
 
-def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name in want:
-        assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape, name
-        a, b = got[name].double(), want[name].double()
-        assert (a - b).norm() <= TOLERANCE * b.norm(), f"{name}: {(a - b).norm() / b.norm():.4f} > {TOLERANCE:.4f}"
-
-
 @pytest.mark.parametrize("scores", [torch.float32, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bf16_is_what_transformers_computes(name, scores):
     experts, call = experts_of(name), calls(scores=scores)
-    assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call))
+    assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call), TOLERANCE)
 
 
 # Models whose experts have a gate that is no activation of this package, or a norm: docs/transformers.md lists them.
@@ -90,7 +76,7 @@ def test_every_class_that_is_marked():
     composed, names = set(), set()
     for marked in marked_classes():
         experts, call = drawn(marked(Sizes())).bfloat16(), calls()
-        assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call))
+        assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call), TOLERANCE)
         names.add(marked.__name__.removesuffix("Experts"))
         if integration._experts_arguments(experts) is None:
             composed.add(marked.__name__.removesuffix("Experts"))
@@ -103,7 +89,7 @@ def test_float32_experts_under_autocast(name):
     experts, (x, ids, scores) = experts_of(name, torch.float32), calls()
     with torch.autocast("cpu", torch.bfloat16):
         got, want = (run(experts, which, x.float(), ids, scores) for which in ("moe_fp8_bf16", "eager"))
-    assert_close(got, want)
+    assert_close(got, want, TOLERANCE)
 
 
 def test_recipes():
@@ -202,7 +188,7 @@ def test_activations_that_are_known(name, act, activation, activations):
     module, call = experts_of(name), calls()
     del module.act_fn  # it is a module, and a function cannot be assigned in its place
     module.act_fn = transformers.activations.ACT2FN[act] if isinstance(act, str) else act
-    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call))
+    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call), TOLERANCE)
     assert activations == [activation]
 
 
@@ -221,10 +207,10 @@ def test_activations_that_are_not_known(activations):
     """With other constants of a gate, or an unknown activation, the model's own code runs."""
     module, call = experts_of("gpt_oss"), calls()
     module.limit = 1.0
-    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call))
+    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call), TOLERANCE)
     module = experts_of("mixtral")
     module.act_fn = torch.nn.Tanh()
-    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call))
+    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call), TOLERANCE)
     assert not activations
 
 
@@ -256,7 +242,7 @@ def test_activations_that_were_changed(change, activations, monkeypatch):
         monkeypatch.setattr(type(module.act_fn), "forward", SiLU.forward)
     else:
         module.act_fn = SiLU()
-    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call))
+    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call), TOLERANCE)
     assert not activations
 
 
@@ -395,7 +381,7 @@ def test_expert_parallel_sentinels(name):
     assert not parts[1]["out"][:5].any() and not parts[1]["x"][:5].any()
     halves = {k: (parts[0][k], parts[1][k]) for k in whole}
     sharded = {k for k, p in experts.named_parameters() if p.shape[0] == EXPERTS}
-    assert_close({k: torch.cat(v) if k in sharded else sum(v) for k, v in halves.items()}, whole)
+    assert_close({k: torch.cat(v) if k in sharded else sum(v) for k, v in halves.items()}, whole, TOLERANCE)
 
 
 def test_no_tokens_and_no_experts():

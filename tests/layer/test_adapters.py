@@ -12,7 +12,7 @@ import torch.distributed as dist
 from derivatives import check_no_second_derivative, check_no_tangent
 from experts_problem import BF16_DB, OF_OPERAND, SPREAD_DB, Layer, activated, assert_equal, but, layer
 from grouped_problem import Calls
-from helpers import assert_same_tensor, check_cuda_graph, counted_backend, misaligned, sqnr_db
+from helpers import assert_same_tensor, check_cuda_graph, counted_backend, kept_bytes, misaligned, sqnr_db
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -590,19 +590,10 @@ def test_what_is_kept(device):
     of, slots, rank = factors(problem, 5), 180, 8
 
     def kept(**options: object) -> int:
-        storages = {}
-
-        def pack(t: Tensor) -> Tensor:
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
         tensors = {n: getattr(problem, n) for n in ("x", "scores", "w_gate_up", "w_down")} | of
         tensors["x"].requires_grad_()
         leaves = {n: t.requires_grad_() if n in of else t for n, t in tensors.items()}
-        own = {t.untyped_storage().data_ptr() for t in leaves.values()}
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            ours(problem.ids, leaves | options.pop("without", {}), **options)
-        return sum(size for at, size in storages.items() if at not in own)
+        return kept_bytes(lambda: ours(problem.ids, leaves, **options), *leaves.values())
 
     adapted, dropping = kept(), kept(dropout=0.5)
     of = {}

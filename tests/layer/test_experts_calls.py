@@ -10,13 +10,14 @@ import torch
 from derivatives import check_no_second_derivative, check_no_tangent
 from experts_problem import LEAVES, assert_equal, layer, run
 from grouped_problem import Calls
-from helpers import assert_same, assert_same_tensor, check_cuda_graph, counted_backend
+from helpers import assert_same, assert_same_tensor, check_cuda_graph, counted_backend, kept_bytes
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moe_fp8_ext
 from moe_fp8_ext import Recipe, _torch, experts
 from moe_fp8_ext.quantization.format import FORMATS
+from moe_fp8_ext.reference.numerics import round_up
 
 RECIPES = ("bf16", *FORMATS)
 HIGH = Recipe("high precision", "rowwise", wgrad_high_precision=True)
@@ -24,23 +25,11 @@ HIGH = Recipe("high precision", "rowwise", wgrad_high_precision=True)
 
 def kept(problem, frozen: tuple[str, ...] = (), **options) -> int:
     """Bytes kept for backward, without x, scores and weights, which exist anyway."""
-    storages: dict[int, int] = {}
-    own = {getattr(problem, n).untyped_storage().data_ptr() for n in LEAVES if getattr(problem, n) is not None}
-
-    def pack(t: Tensor) -> Tensor:
-        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    for n in LEAVES:
-        if getattr(problem, n) is not None:
-            getattr(problem, n).requires_grad_(n not in frozen)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        experts(problem.x, problem.ids, problem.scores, problem.w_gate_up, problem.w_down, **options)
-    return sum(size for at, size in storages.items() if at not in own)
-
-
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+    leaves = {n: getattr(problem, n) for n in LEAVES if getattr(problem, n) is not None}
+    for n, leaf in leaves.items():
+        leaf.requires_grad_(n not in frozen)
+    call = problem.x, problem.ids, problem.scores, problem.w_gate_up, problem.w_down
+    return kept_bytes(lambda: experts(*call, **options), *leaves.values())
 
 
 @pytest.mark.parametrize("keep", ["fp8", "bf16"])

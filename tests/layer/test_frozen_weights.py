@@ -5,15 +5,14 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from experts_problem import WEIGHTS, Layer, assert_equal, but, layer, run
-from grouped_problem import Calls, problem
-from helpers import assert_same, group_offs
+from grouped_problem import Calls, problem, quantizations
+from helpers import assert_same, group_offs, kept_bytes
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -40,27 +39,6 @@ RECIPES = ["bf16", *NAMES, Recipe("rowwise", wgrad_high_precision=True)]
 OF_ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 OF_FORMATS = pytest.mark.parametrize("format", NAMES)
 OF_REUSE = pytest.mark.skipif(_torch.state_of is None, reason="reuse_weights takes private names of torch")
-
-
-def kept_bytes(call: Callable[[], object], *held: Tensor) -> int:
-    """Bytes that a call keeps for backward, without the storages of the tensors that the caller holds anyway."""
-    known, kept = {t.untyped_storage().data_ptr() for t in held}, {}
-
-    def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage().data_ptr() not in known:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        call()
-    return sum(kept.values())
-
-
-def casts(call: Callable[[], object]) -> int:
-    """How often a call quantizes a weight."""
-    with Calls() as calls:
-        call()
-    return calls.names.count("quantize_weight")
 
 
 def in_blocks(w: Tensor, way: str) -> Quantized | tuple[Quantized, Quantized]:
@@ -287,8 +265,8 @@ def test_reuse_serves_both_directions(format, device):
     weights = [Parameter(getattr(of, n).clone(), requires_grad=False) for n in WEIGHTS]
     call = lambda x, ids, scores, *_, **how: experts(x, ids, scores, *weights, **how)  # noqa: E731
     with reuse_weights():
-        assert casts(lambda: assert_equal(run(of, call, recipe=format, frozen=WEIGHTS), want)) == 2
-        assert casts(lambda: run(of, call, recipe=format, frozen=WEIGHTS)) == 0
+        assert quantizations(lambda: assert_equal(run(of, call, recipe=format, frozen=WEIGHTS), want)) == 2
+        assert quantizations(lambda: run(of, call, recipe=format, frozen=WEIGHTS)) == 0
 
 
 @OF_REUSE
@@ -303,7 +281,7 @@ def test_reuse_of_views(is_laid_out_by_input, device):
         grouped_mm(x, w if is_laid_out_by_input else w.mT, offs).backward(g)
 
     with reuse_weights():
-        assert casts(lambda: (step(), step())) == 1
+        assert quantizations(lambda: (step(), step())) == 1
 
 
 @OF_REUSE
@@ -317,11 +295,11 @@ def test_frozen_weights_live_across_steps(device):
         optimizer.step()
 
     with reuse_weights():
-        assert casts(step) == 2
-        assert casts(step) == 1  # w_down alone
+        assert quantizations(step) == 2
+        assert quantizations(step) == 1  # w_down alone
         with torch.no_grad():
             w_gate_up.mul_(2)
-        assert casts(step) == 2
+        assert quantizations(step) == 2
 
 
 def test_a_frozen_weight_that_an_optimizer_owns(device):
@@ -331,9 +309,9 @@ def test_a_frozen_weight_that_an_optimizer_owns(device):
     optimizer = torch.optim.SGD([w_down, w_gate_up], lr=0.1)
     with reuse_weights():
         call = lambda: experts(of.x, of.ids, of.scores, w_gate_up, w_down)  # noqa: E731
-        assert casts(call) == 2
+        assert quantizations(call) == 2
         optimizer.step()
-        assert casts(call) == 2
+        assert quantizations(call) == 2
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
@@ -479,11 +457,11 @@ def test_casts_of_generated_tokens():
                 rows = slice(token, token + 1)
                 module(x[rows], ids[rows], scores[rows])
 
-    assert casts(generate) == 8
+    assert quantizations(generate) == 8
     with reuse_weights():
-        assert casts(generate) == 2
+        assert quantizations(generate) == 2
     module.freeze_()
-    assert casts(generate) == 0
+    assert quantizations(generate) == 0
 
 
 # ---- Quantized -------------------------------------------------------------------------------------------------------

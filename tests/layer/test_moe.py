@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from derivatives import check_no_second_derivative
 from experts_problem import exact
-from helpers import assert_same, sqnr_db
+from helpers import assert_same, saved_tensors, sqnr_db
 from torch import Tensor, nn
 from torch.nn.functional import one_hot, softplus
 from torch.utils.checkpoint import checkpoint
@@ -155,18 +155,13 @@ def test_no_tokens(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_float32_whatever_the_tokens_are(dtype, device):
     """Logits and gradients have float32 accuracy, also under autocast. Backward keeps tokens in their own dtype."""
-    made, x, storages = router(device).to(dtype), tokens(device).to(dtype).requires_grad_(), {}
-
-    def pack(t: Tensor) -> Tensor:
-        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
+    made, x = router(device).to(dtype), tokens(device).to(dtype).requires_grad_()
     wide, weight = x.detach().float(), made.weight.detach().float()
     logits = float32_mm(x.detach(), made.weight.detach().t())
     # Two sums of D products in any order each have D roundings of 2^-24 of the sum of magnitudes.
     assert ((logits - wide @ weight.t()).abs() <= 2 * D * 2**-24 * (wide.abs() @ weight.abs().t())).all()
     with torch.autocast(device, torch.bfloat16):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with saved_tensors() as saved:
             ids, scores, _ = made(x)
         got = torch.autograd.grad(scores.square().sum(), (x, made.weight))
     assert_same((ids, scores.detach()), reference.choose_experts(logits, TOP_K)[:2])
@@ -184,6 +179,7 @@ def test_float32_whatever_the_tokens_are(dtype, device):
         sizes = dlogits.abs() @ weight.abs(), dlogits.abs().t() @ wide.abs()
         for g, exact, size in zip(got, exact_grads, sizes, strict=True):
             assert ((g.float() - exact).abs() <= 2**-8 * exact.abs() + (2**-16 + 2**-17) * size).all()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     assert storages[x.untyped_storage().data_ptr()] == x.nbytes
     assert 4 * x.numel() not in storages.values() or dtype == torch.float32
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from grouped_problem import gradients, problem, run
-from helpers import assert_same, check_compiled, group_offs, slot_indices
+from helpers import assert_same, check_compiled, group_offs, saved_tensors, slot_indices
 from torch import Tensor
 
 from moe_fp8_ext import grouped_mm, permute_pad, unpermute
@@ -36,8 +36,7 @@ def test_rows_taken_by_index_keep_one_byte_an_element(device):
     """No 16-bit copy of the tokens is saved, permuted or not."""
     a, b_t, _, _ = problem(256, 128, 32, group_offs("uniform", 256, 2), device)
     indices, offs = slot_indices(256, 1, 256, device), group_offs("uniform", 256, 2, device)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         grouped_mm(a, b_t, offs, indices=indices, top_k=1)
     assert saved and not [t for t in saved if t.dtype.itemsize == 2]
 

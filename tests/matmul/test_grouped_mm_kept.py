@@ -9,32 +9,23 @@ import weakref
 import pytest
 import torch
 from grouped_problem import Calls, gradients, problem
-from helpers import assert_same, group_offs, slot_indices
+from helpers import assert_same, group_offs, saved_tensors, slot_indices
 from torch import Tensor
 
 from moe_fp8_ext import Recipe, grouped_mm
 from moe_fp8_ext.quantization.format import FORMATS
+from moe_fp8_ext.reference.numerics import round_up
 
 QUANTIZED = tuple(FORMATS)
 NAMES = ("bf16", *QUANTIZED)
 SMALL = 16 * 1024  # room for offs and padded_offs
 
 
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
 def kept(a: Tensor, b_t: Tensor, offs: Tensor, recipe: str | Recipe, **kwargs: object) -> dict[int, Tensor]:
     """Returns the tensors kept for backward, one per storage."""
-    found: dict[int, Tensor] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        found[t.untyped_storage().data_ptr()] = t
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saved_tensors() as saved:
         grouped_mm(a, b_t, offs, recipe=recipe if isinstance(recipe, Recipe) else Recipe(recipe), **kwargs)
-    return found
+    return {t.untyped_storage().data_ptr(): t for t in saved}
 
 
 def bytes_of(tensors: dict[int, Tensor]) -> int:

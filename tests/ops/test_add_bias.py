@@ -29,11 +29,7 @@ from torch import Tensor
 from moe_fp8_ext import reference
 from moe_fp8_ext.layer.bias import plus_bias
 from moe_fp8_ext.ops import add_bias, quantize_activated
-from moe_fp8_ext.reference.numerics import FORMATS
-
-
-def offs_of(numbers: list[int], device: str) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+from moe_fp8_ext.reference.numerics import FORMATS, int32
 
 
 def check(x: Tensor, bias: Tensor, offs: Tensor) -> None:
@@ -52,24 +48,24 @@ def check(x: Tensor, bias: Tensor, offs: Tensor) -> None:
 )
 def test_pairs(dtype, p, n, ends, offset, device):
     x, bias = h_for("silu", p, n, dtype, device), h_for("silu", len(ends), n, dtype, device)
-    check(misaligned(x, offset), bias, offs_of(ends, device))
+    check(misaligned(x, offset), bias, int32(ends, device))
 
 
 def test_edges(device):
     x, bias = h_for("silu", 50, 64, device=device), h_for("silu", 3, 64, device=device)
     for _, view in strided_2d(x):
-        check(view, bias, offs_of([9, 9, 40], device))
+        check(view, bias, int32([9, 9, 40], device))
     for offs in corrupt_offs(50, device):
         check(x, h_for("silu", len(offs), 64, device=device), offs)
     x[1, 5], x[2, 6], x[3, 7], x[45, 8] = math.nan, math.inf, -0.0, -0.0
     bias[0, 5], bias[0, 6], bias[0, 7] = 1, -math.inf, -0.0
-    check(x, bias, offs_of([9, 9, 40], device))
+    check(x, bias, int32([9, 9, 40], device))
 
 
 def test_is_torchs_sum(device):
     """Equals the composed sum that autograd sees."""
     x, bias, offs = h_for("silu", 90, 40, device=device), h_for("silu", 4, 40, device=device), [7, 7, 50, 80]
-    assert_same(add_bias(x, bias, offs_of(offs, device)), plus_bias(x, bias, offs_of(offs, device)))
+    assert_same(add_bias(x, bias, int32(offs, device)), plus_bias(x, bias, int32(offs, device)))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +81,7 @@ def test_is_torchs_sum(device):
     ids=short,
 )
 def test_quantized(activation, format, dtype, f, interleaved, keep_h, ends, device):
-    h, offs = h_for(activation, 67, f, dtype, device), offs_of(ends, device)
+    h, offs = h_for(activation, 67, f, dtype, device), int32(ends, device)
     how = {"bias": h_for(activation, len(ends), f, dtype, device), "interleaved": interleaved, "keep_h": keep_h}
     got = quantize_activated(h, activation, format, offs=offs, **how)
     assert_same(got, reference.quantize_activated(h, activation, format, offs=offs, **how), f"{activation} {format}")
@@ -97,7 +93,7 @@ def both(x: Tensor, bias: Tensor, offs: Tensor) -> list[Tensor]:
 
 def arguments(p: int, device: str = "cpu", seed: int = 0) -> list[Tensor]:
     x = h_for("swiglu", p, 128, device=device)
-    return [x.roll(seed), x[:3].clone(), offs_of([p // 3, p // 2, p - 5], device)]
+    return [x.roll(seed), x[:3].clone(), int32([p // 3, p // 2, p - 5], device)]
 
 
 def test_deterministic(device):
@@ -125,7 +121,7 @@ def test_opcheck(device):
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_derivatives_that_there_are_not(spelling):
-    check_no_tangent(lambda x: spelling.add_bias(x, torch.zeros(1, 8), offs_of([4], "cpu")), torch.randn(10, 8))
+    check_no_tangent(lambda x: spelling.add_bias(x, torch.zeros(1, 8), int32([4], "cpu")), torch.randn(10, 8))
 
 
 X, BIAS, OFFS = torch.zeros(6, 8), torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)

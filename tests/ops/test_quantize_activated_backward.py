@@ -40,15 +40,11 @@ from moe_fp8_ext.ops import (
     quantize_tokens,
     sum_groups,
 )
-from moe_fp8_ext.reference.numerics import FORMATS
+from moe_fp8_ext.reference.numerics import FORMATS, int32
 
 # GPUs cast to these in hardware.
 CHIP = [t for t in FP8_DTYPES if str(t).endswith("fnuz") == (torch.version.hip is not None)]
 ENDS = ([131], [0, 16, 37, 37, 120], [], [0, 0], [1, 2, 3, 131])
-
-
-def int32(numbers: list[int], device: str) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def check(h: Tensor, da: Tensor, activation: str, format: str, **how: object) -> None:

@@ -31,14 +31,10 @@ from torch import Tensor
 
 from moe_fp8_ext import reference
 from moe_fp8_ext.ops import activate_backward, quantize_activated_backward_rows, quantize_rows
-from moe_fp8_ext.reference.numerics import FORMATS
+from moe_fp8_ext.reference.numerics import FORMATS, int32
 
 CHIP = [t for t in FP8_DTYPES if str(t).endswith("fnuz") == (torch.version.hip is not None)]
 KEEP = [(False, False), (True, False), (False, True), (True, True)]
-
-
-def int32(numbers: list[int], device: str) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def check(h: Tensor, da: Tensor, activation: str, format: str, **how: object) -> None:

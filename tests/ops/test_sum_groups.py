@@ -28,10 +28,7 @@ from torch import Tensor
 
 from moe_fp8_ext import reference
 from moe_fp8_ext.ops import sum_groups
-
-
-def int32(numbers: list[int], device: str) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+from moe_fp8_ext.reference.numerics import int32
 
 
 def check(x: Tensor, offs: Tensor, **how: object) -> None:

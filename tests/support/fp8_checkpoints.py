@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers_models import transformers
 
 from moe_fp8_ext.ops import quantize_weight
@@ -77,6 +77,11 @@ def as_with_gpu() -> Iterator[None]:
     capability = mock.patch("torch.cuda.get_device_capability", return_value=(9, 0))
     with mock.patch("torch.cuda.is_available", return_value=True), capability:
         yield
+
+
+def loss(model: nn.Module) -> Tensor:
+    tokens = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 def load(folder: Path, implementation: str | None = None, **options: object) -> torch.nn.Module:

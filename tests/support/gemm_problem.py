@@ -9,14 +9,11 @@ from torch import Tensor
 from moe_fp8_ext import reference
 from moe_fp8_ext.ops import scaled_grouped_mm
 from moe_fp8_ext.quantization import format as formats
+from moe_fp8_ext.reference.numerics import round_up
 
 FORMATS = tuple(formats.FORMATS)
 UNIT = {name: max(16, f.min_align) for name, f in formats.FORMATS.items()}  # multiple of offs for torch's GEMMs
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-
-
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def ternary(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from helpers import on
 from torch import Tensor
@@ -74,3 +76,10 @@ class Calls(TorchDispatchMode):
         if func is torch.ops.moe_fp8.scaled_grouped_mm.default:
             self.terms += len(args) > 13 and args[13] is not None
         return func(*args, **(kwargs or {}))
+
+
+def quantizations(fn: Callable[[], object]) -> int:
+    """How often fn quantizes a weight, in one direction or in both."""
+    with Calls() as calls:
+        fn()
+    return calls.names.count("quantize_weight")

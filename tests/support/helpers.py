@@ -263,6 +263,23 @@ def check_deterministic(fn: Callable, args: Sequence[object]) -> None:
         torch.set_num_threads(threads)
 
 
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """A context that lists the tensors that autograd saves for backward."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        yield saved
+
+
+def kept_bytes(call: Callable[[], object], *held: Tensor) -> int:
+    """Bytes that a call keeps for backward, without the storages of the tensors that the caller holds anyway."""
+    with saved_tensors() as saved:
+        call()
+    known = {t.untyped_storage().data_ptr() for t in held}
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    return sum(size for at, size in kept.items() if at not in known)
+
+
 def counted_backend(device: str) -> Callable:
     """A backend for torch.compile that counts graphs."""
     from torch._dynamo.testing import CompileCounterWithBackend  # slow to import

@@ -122,6 +122,15 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    """Compares results by name. tolerance: of the norm of their difference, relative to the norm of `want`."""
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape, name
+        a, b = got[name].double(), want[name].double()
+        assert (a - b).norm() <= tolerance * b.norm(), f"{name}: {(a - b).norm() / b.norm():.4f} > {tolerance:.4f}"
+
+
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     for name in want:
         assert_same_tensor(got[name], want[name], name)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from grouped_problem import Calls, problem
+from grouped_problem import problem
 from helpers import assert_same, group_offs
 from torch import Tensor
 from torch.nn import Parameter
@@ -27,13 +25,6 @@ def call(w: Tensor, recipe: str | Recipe = "rowwise", a_grad: bool = True) -> tu
     if out.requires_grad:
         out.backward(G.to(w.device, out.dtype))
     return (out.detach(), a.grad) if a_grad else (out.detach(),)
-
-
-def quantizations(fn: Callable[[], object]) -> int:
-    """How often fn quantizes a weight, in one direction or in both."""
-    with Calls() as calls:
-        fn()
-    return calls.names.count("quantize_weight")
 
 
 def check_fresh(w: Tensor, **how: object) -> None:

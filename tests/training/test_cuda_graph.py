@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, blocks
+from helpers import assert_same, blocks, saved_tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -306,8 +306,7 @@ def test_checkpoint_holds_between_the_calls_that_have_no_graph(where: str) -> No
     layer = Block().to(where)
     x, rest = block_call(where, 9)
     step = graphed(layer, x, checkpoint=True, **rest)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         step(x, **rest)
     assert all(any(t is given for given in (x, rest["mask"], *rest["scale"])) for t in saved) and len(saved) == 4
     calls = layer.calls.clone()

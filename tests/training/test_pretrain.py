@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -32,16 +31,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def pretrain(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def pretrain(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "bench")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     module = importlib.import_module("pretrain")
     monkeypatch.setattr(importlib.import_module("train_moe_lm"), "EVAL_BATCHES", 2)
     monkeypatch.setattr(module, "WINDOW", 2)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the fastest for so small a model
-    yield module
-    torch.set_num_threads(threads)
+    return module
 
 
 def flat(value: object, name: str = "") -> dict[str, object]:

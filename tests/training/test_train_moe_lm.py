@@ -88,16 +88,13 @@ def output(folder: Path) -> tuple[str, str]:
 
 
 @pytest.fixture
-def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
-    """The demo as a module, in an empty working directory. One thread is fastest for so small a model."""
+def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> ModuleType:
+    """The demo as a module, in an empty working directory."""
     monkeypatch.syspath_prepend(DEMO.parent)
     monkeypatch.chdir(tmp_path)
     module = __import__(DEMO.stem)
     monkeypatch.setattr(module, "EVAL_BATCHES", 2)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield module
-    torch.set_num_threads(threads)
+    return module
 
 
 def call(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:

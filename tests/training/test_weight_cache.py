@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from grouped_problem import Calls
+from grouped_problem import Calls, quantizations
 from helpers import assert_same
 from torch import Tensor
 from torch.nn import Parameter
-from weight_problem import OFFS, A, W, call, check_fresh, parameter, quantizations
+from weight_problem import OFFS, A, W, call, check_fresh, parameter
 
 from moe_fp8_ext import Recipe, grouped_mm, reuse_weights
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from grouped_problem import Calls
+from grouped_problem import Calls, quantizations
 from helpers import assert_same, check_cuda_graph, group_offs
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from weight_problem import OFFS, A, G, call, parameter, quantizations
+from weight_problem import OFFS, A, G, call, parameter
 
 from moe_fp8_ext import experts, grouped_mm, reuse_weights
 
