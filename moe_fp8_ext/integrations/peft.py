@@ -10,6 +10,7 @@ objects.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +21,21 @@ from torch import Tensor, nn
 from moe_fp8_ext.layer.adapter import MAX_RANK, LoRA
 from moe_fp8_ext.ops.checks import fail, require
 
-_HANDED = "_moe_fp8_ext_adapters"  # an attribute of experts during a call: adapters by the name of their weight
+_HANDED = "_moe_fp8_ext_adapters"
+
+
+@torch.compiler.assume_constant_result
+def _place() -> str:
+    """The attribute that experts have during a call: adapters by the name of their weight.
+
+    Each thread has its own, because threads may call the same experts at once.
+    """
+    return f"{_HANDED}_{threading.get_ident()}"
 
 
 def adapter(module: nn.Module, name: str) -> LoRA | None:
     """Returns the adapter that PEFT adds to a weight of experts in this call. `weight` returns the bare weight."""
-    handed = vars(module).get(_HANDED, {}).pop(name, None)
+    handed = vars(module).get(_place(), {}).pop(name, None)
     changes = _changes(module, name)
     if handed is not None or not _are_factors(changes):
         return handed
@@ -110,8 +120,8 @@ def _factors(wrapper: nn.Module, name: str) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _handed_over(experts: nn.Module, name: str, lora: LoRA) -> Iterator[None]:
-    attributes = vars(experts)  # setattr of a module takes ten times as long
-    handed = attributes.setdefault(_HANDED, {})
+    attributes, place = vars(experts), _place()  # setattr of a module takes ten times as long
+    handed = attributes.setdefault(place, {})
     handed[name] = lora
     try:
         yield
@@ -121,7 +131,7 @@ def _handed_over(experts: nn.Module, name: str, lora: LoRA) -> Iterator[None]:
     finally:
         handed.pop(name, None)
         if not handed:
-            attributes.pop(_HANDED, None)
+            attributes.pop(place, None)
 
 
 def _changes(module: nn.Module, name: str) -> list[nn.Module]:

@@ -80,8 +80,10 @@ def second_fp8_weight(kept: Operand, dtype: torch.dtype, rule: Rule, gradient: T
         return w.transposed_operand()
     if scale is not None and (not FORMATS[rule.format].has_square_blocks or _has_rows_along_memory(w)):
         return kept
-    make = _second_of_graph if torch.compiler.is_compiling() else _second
-    return Operand(*make(w, scale, gradient, dtype, *rule))
+    if torch.compiler.is_compiling():
+        return Operand(*_second_of_graph(w, scale, gradient, dtype, *rule))
+    copies = None if scale is not None else reused(_quantize, w, dtype, *rule)
+    return Operand(*(_second(w, scale, gradient, dtype, *rule) if copies is None else copies[2:]))
 
 
 def _second(
@@ -97,12 +99,11 @@ def _second(
     which has scales.
 
     Without the gradient, which it does not read, a compiled graph would call it in forward, and keep the result for
-    backward.
+    backward. As an op of that graph it runs eagerly, so it must not ask `reused`: graphs read the weight in every call.
     """
     if scale is not None:
         return transposed_squares(row_major(w.mT), scale.mT)
-    rule = w_dtype, format, dtype, rounding
-    return (reused(_quantize, w, *rule) or _quantize(w, *rule, "transposed"))[2:]
+    return _quantize(w, w_dtype, format, dtype, rounding, "transposed")[2:]
 
 
 _second_of_graph = torch.library.custom_op("moe_fp8_ext::second_weight", _second, mutates_args=())

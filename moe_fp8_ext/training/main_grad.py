@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import _torch
+from moe_fp8_ext.ops.checks import has_values
 
 _ADDED = "grad_added_to_main_grad"
 
@@ -56,6 +57,8 @@ def finish(main_grad: Tensor | None, parameter: Tensor | None) -> Tensor | None:
     if main_grad is None or parameter is None:
         return None
     setattr(parameter, _ADDED, True)
+    if not has_values(main_grad):  # a fake tensor must not outlive its mode in the cache, nor a real one enter it
+        return torch.zeros_like(main_grad, dtype=parameter.dtype)
     kept = _placeholder(main_grad.shape, parameter.dtype, parameter.device)
     if getattr(parameter, "zero_out_wgrad", False):
         kept.zero_()  # autograd may have added to it

@@ -1,8 +1,8 @@
 """A cache of quantized weights, which calls of `grouped_mm` and `experts` share until the parameter changes.
 
 The version counter and the storage of a parameter tell whether the parameter changed. Some writes do not move the
-counter, such as writes of fused optimizers. So every optimizer step drops all weights except frozen weights that the
-optimizer does not own. Leaving the outermost context empties the cache.
+counter, such as writes of fused optimizers. So every optimizer step drops all weights except frozen weights whose
+memory the optimizer does not own. Leaving the outermost context empties the cache.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def reuse_weights() -> Iterator[None]:
 
     - any write that its version counter sees: in place or by `load_state_dict`, also under `torch.no_grad`,
     - any step of a `torch.optim.Optimizer`, including fused optimizers, whose writes the version counter does not see.
-      One exception: a weight that needs no gradient and that the optimizer does not own is quantized once for all
-      steps,
+      One exception: a weight that needs no gradient, and whose memory no parameter of the optimizer shares, is
+      quantized once for all steps,
     - any change of its memory: `.data` is assigned, or its storage is replaced or moves.
 
     The cache has separate copies for each format, dtype and rounding of a recipe, each dtype of autocast and each CUDA
@@ -144,11 +144,19 @@ class _Scope:
                     hook.remove()
 
     def forget_trained(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Drops all weights except frozen weights that the optimizer does not own."""
-        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        """Drops all weights except frozen weights whose memory the optimizer does not own.
+
+        A frozen parameter may share the memory of a trained one, and have a version counter of its own.
+        """
+        owned = {
+            StorageWeakRef(parameter.untyped_storage())
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if type(parameter) in _PLAIN and parameter.layout == torch.strided
+        }
         with self.lock:
             if self.depth:  # a new dict, because a call in another thread may still fill the old one
-                self.weights = {k: w for k, w in [*self.weights.items()] if k not in owned and w.is_frozen()}
+                self.weights = {k: w for k, w in [*self.weights.items()] if w.is_frozen() and w.storage not in owned}
 
 
 _scope = _Scope()

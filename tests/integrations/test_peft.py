@@ -6,8 +6,10 @@ import copy
 import importlib
 import pickle
 import re
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -481,6 +483,27 @@ def test_gradient_checkpointing() -> None:
     want = gradients(model)
     model.gradient_checkpointing_enable()
     assert_same(gradients(model), want)
+
+
+def test_threads_that_call_the_same_experts() -> None:
+    """Each call takes its own adapters, also if the other call's were handed over in between."""
+    model, call = converted(), calls()
+    with torch.no_grad():
+        want = model(*call)
+    both = threading.Barrier(2, timeout=60)
+    experts = next(module for module in model.modules() if hasattr(module, "has_gate"))
+
+    def wait(*_: object) -> None:
+        both.wait()
+
+    def run(_: int) -> Tensor:
+        with torch.no_grad():
+            return model(*call)
+
+    experts.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(2) as pool:
+        assert all(torch.equal(got, want) for got in pool.map(run, range(2)))
+    assert not [name for name in vars(experts) if name.startswith(integration._HANDED)]
 
 
 def test_compiles() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
 from helpers import assert_same_tensor
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from moe_fp8_ext import Experts, Recipe, _torch, experts, experts_of_groups, grouped_mm
+from moe_fp8_ext.training import main_grad
 
 E, D, T = 3, 32, 40
 OFFS = torch.tensor([13, 13, 40], dtype=torch.int32)
@@ -112,6 +115,22 @@ def test_frozen_weights_and_graphs_are_not_marked():
     backward(torch.compile(of_experts, backend="aot_eager", fullgraph=True), made, "bf16")
     assert [p.grad_added_to_main_grad for p in made] == [False, False]
     assert all(p.grad is None and p.main_grad.any() for p in made)
+
+
+@pytest.mark.parametrize("fake_first", [True, False])
+def test_fake_tensors_share_no_memory_with_real_ones(fake_first):
+    """Estimates of memory run backward in a FakeTensorMode, before or after a real one."""
+    main_grad._placeholder.cache_clear()
+    for fake in (fake_first, not fake_first):
+        with FakeTensorMode() if fake else contextlib.nullcontext():
+            made = [nn.Parameter(torch.ones(E, D, D)) for _ in range(2)]
+            for p in made:
+                p.main_grad, p.grad_added_to_main_grad = torch.zeros(p.shape), False
+            x = torch.ones(T, D, requires_grad=True)
+            names = dict(main_grad_gate_up=made[0].main_grad, main_grad_down=made[1].main_grad)
+            ids = torch.zeros(T, 1, dtype=torch.int64)
+            experts(x, ids, torch.ones(T, 1), *made, activation="silu", **names).sum().backward()
+        assert all(p.grad_added_to_main_grad and isinstance(p.grad, FakeTensor) == fake for p in made)
 
 
 def test_modules_tell_it_too():

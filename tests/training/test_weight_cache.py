@@ -131,6 +131,24 @@ def test_steps_of_optimizers_are_seen(device):
         check_fresh(w)
 
 
+def test_steps_write_to_frozen_weights_that_share_memory(device):
+    """A frozen copy of a trained weight has the step's values. Any other frozen weight stays in the cache."""
+    w, other = parameter(device), parameter(device).requires_grad_(False)
+    shared = Parameter(w.data, requires_grad=False)  # with its own version counter
+    with reuse_weights():
+        call(shared), call(other)
+        ThroughData(w).step(lambda: check_fresh(shared))
+        check_fresh(shared)
+        assert quantizations(lambda: call(other)) == 0
+
+
+def test_steps_of_optimizers_without_plain_parameters(device):
+    sparse = torch.eye(3, device=device).to_sparse().requires_grad_()
+    with reuse_weights():
+        call(parameter(device))
+        torch.optim.SGD([sparse]).step()
+
+
 # Cached copies
 
 

@@ -198,6 +198,27 @@ def test_compiled_calls_read_the_weight(device):
                 assert_same(torch.autograd.grad(compiled(a, w).sum(), (a, w)), want)
 
 
+def test_compiled_backwards_read_frozen_weights(device):
+    """Backward of a graph quantizes a frozen weight in an op, which runs outside of the compiler."""
+    torch._dynamo.reset()
+    weights = [Parameter(torch.randn(3, 64, 64, device=device), requires_grad=False) for _ in range(2)]
+    x, ids, scores = torch.randn(40, 64, device=device), torch.arange(40)[:, None] % 3, torch.ones(40, 1)
+
+    def gradient(layer: Callable, *weights: Tensor) -> Tensor:
+        a = x.clone().requires_grad_()
+        return torch.autograd.grad(layer(a, *weights).sum(), a)[0]
+
+    def layer(x: Tensor, *weights: Tensor) -> Tensor:
+        return experts(x, ids.to(device), scores.to(device), *weights, activation="silu")
+
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    with reuse_weights():
+        gradient(layer, *weights)
+        for w in weights:
+            w.data.mul_(-3)  # no cache can see it
+        assert_same(gradient(compiled, *weights), gradient(layer, *(w.clone() for w in weights)))
+
+
 def test_traced_calls_read_the_weight(device):
     w = parameter(device)
     x, offs = A.detach().to(device), OFFS.to(device)
