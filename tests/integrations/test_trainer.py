@@ -69,9 +69,9 @@ def test_resuming_as_documented(tmp_path: Path) -> None:
         **dict(output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=BATCH, use_cpu=True, save_steps=2),
         **dict(gradient_accumulation_steps=2, learning_rate=1e-2, report_to="none", disable_tqdm=True),
     )
-    names = dict(vars(transformers), args=options, dataset=[{"input_ids": t, "labels": t} for t in tokens])
-    names["checkpoint"] = tmp_path / "checkpoint-2"
-    whole = transformers.Trainer(tiny_model("qwen3_moe", "moe_fp8"), options, train_dataset=names["dataset"])
+    dataset = [{"input_ids": t, "labels": t} for t in tokens]
+    names = dict(args=options, dataset=dataset, checkpoint=tmp_path / "checkpoint-2")
+    whole = transformers.Trainer(tiny_model("qwen3_moe", "moe_fp8"), options, train_dataset=dataset)
     whole.train()
     exec(block, names)
     assert names["trainer"].state.global_step == 4 and names["model"] is not whole.model
