@@ -292,6 +292,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.graphs and args.compile == "layers":
         parser.error("--graphs captures layers, and --compile layers replaces them: choose one")
+    if args.model != "tiny" and not torch.cuda.is_available():
+        parser.error(f"--model {args.model} needs a GPU; a CPU trains --model tiny")
     if args.checkpoint and args.impl == "stock":
         parser.error("--checkpoint is for --impl ours: the checkpoint is one in FP8")
     result = measure(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

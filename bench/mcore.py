@@ -311,6 +311,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps <= WARM_STEPS:
         parser.error(f"--steps must be over {WARM_STEPS}, got {args.steps}")
+    if not 0 < args.gpus <= torch.cuda.device_count():
+        parser.error(f"--gpus must be from 1 to the {torch.cuda.device_count()} GPUs of this machine, got {args.gpus}")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     of_all = environment(torch.device("cuda")) | dict(
         device_time.COUNTED,

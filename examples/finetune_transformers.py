@@ -108,6 +108,9 @@ def parse_args() -> argparse.Namespace:
     for file in (args.model / "config.json", *args.text):
         if not file.is_file():
             parser.error(f"{file} is no file; model must be a folder as save_pretrained writes it, text a text file")
+    folder = args.fp8_checkpoint
+    if folder and (folder.resolve() == args.out.resolve() or folder.exists() and any(folder.iterdir())):
+        parser.error(f"--fp8-checkpoint must be a new or empty folder, and not --out, got {folder}")
     if args.lora and find_spec("peft") is None:
         parser.error("--lora needs PEFT: pip install peft")
     args.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -278,8 +278,9 @@ class ExpertParallel:
         tokens = 0 if self._exchange.static is None else x.shape[0]
         sizes, needs = tokens << 20 | x.shape[1], sum(need << i for i, need in enumerate(call.needs))
         agreed = self._exchange.agreed
-        if agreed is not None and agreed.signature >> len(call.needs) != sizes:
-            refuse(f"x must be shaped as in the first call with mode 'static', got {list(x.shape)}")
+        if agreed is not None and (first := agreed.signature >> len(call.needs)) != sizes:
+            want = [first >> 20, first & (1 << 20) - 1]
+            refuse(f"x must be shaped as in the first call with mode 'static', {want}, got {list(x.shape)}")
         return sizes << len(call.needs) | needs
 
 

@@ -21,6 +21,8 @@ class SymmetricRows:
 
     def __init__(self, group: dist.ProcessGroup, slots: int, num_experts: int, device: torch.device | str) -> None:
         device = torch.device(device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            fail("SymmetricRows", f"device must be a GPU that torch sees, got {device}; symmetric memory is on GPUs")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.memory = None if _torch.symmetric_memory is None else _torch.symmetric_memory(device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -86,6 +87,8 @@ def export_fp8(
     op = "export_fp8"
     if not is_int(max_shard_bytes) or max_shard_bytes < 1:
         raise ValueError(f"{op}: max_shard_bytes must be a positive int, got {max_shard_bytes!r}")
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"{op}: folder must be a path, got {type(folder).__name__}; the model is the first argument")
     folder = Path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         fail(op, f"folder must be new or empty, got {folder}, which has files")

@@ -122,6 +122,9 @@ class Stats:
 
     def __str__(self) -> str:
         table, found = [_TITLES], self.to_dict()
+        if not found["layers"]:
+            why = "no step was sampled yet, or no experts of the model ran eagerly by this package: see fp8_report"
+            return f"fp8 statistics: nothing was measured; {why}"
         for name, layer in found["layers"].items():
             sizes = layer["tokens_per_expert"]
             table.append((f"{name}: {layer['recipe']}, {min(sizes)} to {max(sizes)} tokens an expert",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -152,7 +153,9 @@ def check_errors(world: World) -> None:
             world.raises("must be alike on all ranks", partial(call, narrow if last else problem))
             world.raises("must be alike", partial(call, problem, frozen=("x",) if last else ()))
         call(problem)
-    world.raises("x must be shaped as in the first call", partial(call, narrow))
+    first, got = (list(p.x.shape) for p in (problem, narrow))
+    text = f"x must be shaped as in the first call with mode 'static', {first}, got {got}"
+    world.raises(re.escape(text), partial(call, narrow))
     experts = world.parallel(2).experts
     args = problem.x, problem.ids, problem.scores, problem.w_gate_up, problem.w_down
     one = [a[:, :1] for a in args[1:3]]

@@ -54,6 +54,12 @@ def test_finetune_with_graphs(bench, impl, monkeypatch, replays):
         bench("finetune", "--impl", impl, "--graphs", "--compile", "layers")
 
 
+def test_finetune_of_a_large_model_needs_a_gpu(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench("finetune", "--impl", "ours")
+    assert "--model Qwen3-30B-A3B needs a GPU; a CPU trains --model tiny" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "options",
     ["--impl stock --profile", "--impl ours --profile", "--impl ours --checkpoint", "--impl ours --adapters float32"],

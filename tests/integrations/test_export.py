@@ -434,6 +434,12 @@ def test_bad_options(tmp_path, options, error, text):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("args", "got"), [(("folder", tiny), "function"), ((tiny, None), "NoneType")])
+def test_arguments_exchanged_or_missing(args, got):
+    with pytest.raises(TypeError, match=f"^export_fp8: folder must be a path, got {got}; the model is the first arg"):
+        export_fp8(*args)
+
+
 def test_folder_with_files(tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(RuntimeError, match="folder must be new or empty, got .* which has files"):

@@ -178,6 +178,17 @@ def test_bad_options(finetune, folder, tmp_path, capsys, options, text):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("used", ["out", "earlier"])
+def test_folder_of_an_fp8_checkpoint_in_use(finetune, folder, corpus, tmp_path, capsys, used):
+    """The example says so before it trains, not when it writes."""
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / "config.json").touch()
+    with pytest.raises(SystemExit):
+        finetune(folder, corpus, "--out", tmp_path / "out", "--fp8-checkpoint", tmp_path / used, *OPTIONS)
+    text = f"--fp8-checkpoint must be a new or empty folder, and not --out, got {tmp_path / used}"
+    assert text in capsys.readouterr().err
+
+
 def test_folder_without_a_model(finetune, tmp_path, capsys):
     with pytest.raises(SystemExit):
         finetune(tmp_path, corpus, "--out", tmp_path)

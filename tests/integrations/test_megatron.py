@@ -751,6 +751,14 @@ def bench(monkeypatch) -> Iterator[object]:
         yield importlib.import_module("mcore")
 
 
+def test_the_bench_needs_a_gpu(bench, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["mcore.py"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "--gpus must be from 1 to the 0 GPUs of this machine, got 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_the_bench_trains_a_tiny_model(bench, dispatcher):
     from megatron_on_cpu import OnCpu

@@ -296,6 +296,12 @@ def test_another_backend(backend, world, monkeypatch):
         AllToAll(world, tokens=1, top_k=1, num_experts=E, device="cpu")
 
 
+def test_without_a_gpu(world, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"^SymmetricRows: device must be a GPU that torch sees, got cuda"):
+        AllToAll(world, tokens=1, top_k=1, num_experts=E)
+
+
 def test_without_symmetric_memory(world, monkeypatch):
     monkeypatch.setattr(_torch, "symmetric_memory", None)
     with pytest.raises(RuntimeError, match="must have the backend NVSHMEM, got None; call"):

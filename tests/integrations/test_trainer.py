@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_same, blocks
 from transformers_models import EXPERTS, SIZES, TOP_K, gradients, tiny_model, transformers
 
 import moe_fp8_ext
@@ -52,6 +53,24 @@ def test_callback(tmp_path: Path) -> None:
     with moe_fp8_ext.stats(model) as stats:  # the callback has stopped its own
         gradients(model)
     assert callback.stats.sampled == 4 and stats.sampled == 0
+
+
+def test_resuming_as_documented(tmp_path: Path) -> None:
+    """A run that resumes as docs/transformers.md says ends with the parameters of a run that was not interrupted."""
+    pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")
+    (block,) = blocks("docs/transformers.md", "Checkpoints of Trainer")
+    tokens = torch.randint(3, SIZES["vocab_size"], (16, CONTEXT), generator=torch.Generator().manual_seed(0))
+    options = transformers.TrainingArguments(
+        **dict(output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=BATCH, use_cpu=True, save_steps=2),
+        **dict(gradient_accumulation_steps=2, learning_rate=1e-2, report_to="none", disable_tqdm=True),
+    )
+    dataset = [{"input_ids": t, "labels": t} for t in tokens]
+    names = dict(args=options, dataset=dataset, checkpoint=tmp_path / "checkpoint-2")
+    whole = transformers.Trainer(tiny_model("qwen3_moe", "moe_fp8"), options, train_dataset=dataset)
+    whole.train()
+    exec(block, names)
+    assert names["trainer"].state.global_step == 4 and names["model"] is not whole.model
+    assert_same(list(names["model"].parameters()), list(whole.model.parameters()))
 
 
 def test_speed(tmp_path: Path) -> None:

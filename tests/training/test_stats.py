@@ -491,6 +491,12 @@ def test_write_and_print() -> None:
     ]
 
 
+def test_nothing_measured() -> None:
+    with moe_fp8_ext.stats(nn.Linear(2, 2)) as stats:
+        stats.step()
+    assert str(stats).startswith("fp8 statistics: nothing was measured; no step was sampled yet, or no experts")
+
+
 def test_reading_is_one_copy() -> None:
     experts, call, grad = problem()
     with moe_fp8_ext.stats(experts) as stats:
