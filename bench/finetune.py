@@ -230,8 +230,21 @@ def bytes_of_graphs() -> int:
 def measure(args: argparse.Namespace, device: torch.device) -> dict:
     phases = Phases(device)
     config = config_of(args)
-    known = ("model", "impl", "rank", "context", "sequences", "adapters", "attention_only", "compile", "graphs")
+    known = (
+        "model",
+        "impl",
+        "rank",
+        "context",
+        "sequences",
+        "adapters",
+        "attention_only",
+        "compile",
+        "graphs",
+        "memory",
+    )
     result = environment(device) | {name: getattr(args, name) for name in known}
+    if args.memory:
+        torch.cuda.set_per_process_memory_fraction(args.memory * 1e9 / torch.cuda.get_device_properties(0).total_memory)
     result |= dict(layers=config.num_hidden_layers, of_layers=layers_of(args.model))
     result |= {name: version(name) for name in ("transformers", "peft")}
     result["from_checkpoint"] = bool(args.checkpoint)
@@ -284,6 +297,8 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="run every layer as CUDA graphs, by `graph_layers_`, "
                         "in place of gradient checkpointing")  # fmt: skip
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
+    parser.add_argument("--memory", type=int, metavar="GB", help="allocate at most so many GB (10^9 bytes), as on a "
+                        "GPU that has no more")  # fmt: skip
     parser.add_argument("--warm", type=int, default=3, metavar="N", help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are timed")
     parser.add_argument("--profile", action="store_true", help="say how the time of one more step is spent")
@@ -294,6 +309,8 @@ def main() -> None:
         parser.error("--graphs captures layers, and --compile layers replaces them: choose one")
     if args.model != "tiny" and not torch.cuda.is_available():
         parser.error(f"--model {args.model} needs a GPU; a CPU trains --model tiny")
+    if args.memory and not torch.cuda.is_available():
+        parser.error("--memory limits the memory of a GPU, and there is none")
     if args.checkpoint and args.impl == "stock":
         parser.error("--checkpoint is for --impl ours: the checkpoint is one in FP8")
     result = measure(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -364,6 +364,8 @@ def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:
         text += " Adapters by autocast are in float32, with products in BF16 by `torch.autocast`."
     if any(run.get("graphs") for run in runs):
         text += " With CUDA graphs, `graph_layers_` replaces checkpoints. Peaks then include the memory of the graphs."
+    if any(run.get("memory") for run in runs):
+        text += " Rows in 80 GB may allocate no more than that, although the GPU has more."
     parts = [textwrap.fill(text + loads_text(runs), 120)]
     headings = ("model", "step", "adapters", "experts", "tokens/s", "x BF16", "peak GB", "of BF16's")
     place = itemgetter("device", "commit")
@@ -384,9 +386,11 @@ def finetune_name(run: dict) -> str:
 
 
 def finetune_variant(run: dict) -> str:
-    """How the layers of a run are made faster, for both kinds of experts."""
-    compiled = f", {run['compile']} compiled" if run.get("compile") else ""
-    return f"{compiled}, CUDA graphs" if run.get("graphs") else compiled
+    """How the layers of a run are made faster, and what memory it has, for both kinds of experts."""
+    parts = [f"{run['compile']} compiled"] if run.get("compile") else []
+    parts += ["CUDA graphs"] * bool(run.get("graphs"))
+    parts += [f"in {run['memory']} GB"] if run.get("memory") else []
+    return "".join(f", {part}" for part in parts)
 
 
 def finetune_experts(run: dict) -> str:
@@ -396,7 +400,7 @@ def finetune_experts(run: dict) -> str:
 def finetune_row(run: dict, runs: list[dict]) -> list[str]:
     """A run, and its relation to the run of stock of the same model and step. runs: of one GPU and commit."""
     same = "model", "layers", "rank", "context", "sequences", "adapters", "attention_only", "compile"
-    same += "graphs", "impl"
+    same += "graphs", "memory", "impl"
     key = {name: run.get(name) or None for name in same} | {"impl": "stock"}  # older runs lack names that are False
     alike = (other for other in runs if all((other.get(name) or None) == value for name, value in key.items()))
     stock = next(alike, None)

@@ -172,9 +172,11 @@ def test_layers_are_compiled(bench, monkeypatch):
     torch._dynamo.reset()
 
 
-def test_finetune_refuses_a_checkpoint_for_stock(bench, tmp_path):
+def test_finetune_refuses_options_that_do_not_apply(bench, tmp_path):
     with pytest.raises(SystemExit):
         bench("finetune", "--impl", "stock", "--checkpoint", tmp_path)
+    with pytest.raises(SystemExit):
+        bench("finetune", "--impl", "ours", "--model", "tiny", "--memory", 80)
 
 
 def test_finetune_losses(bench, tmp_path, monkeypatch):
@@ -200,15 +202,17 @@ def test_table(monkeypatch):
         dict(**same, impl="stock", device="large", tokens_per_second=1000.0, peak_bytes=100e9),
         dict(**same, impl="ours", device="small", tokens_per_second=2500.0, peak_bytes=51e9),
         dict(**same, impl="stock", device="small", out_of_memory="CUDA out of memory", peak_bytes=79e9),
+        dict(**same, impl="ours", device="large", memory=80, tokens_per_second=2400.0, peak_bytes=50e9),
     ]
     losses = dict(fp8=1.01, bf16=1.0, difference=0.01, spread_of_bf16=0.02, difference_of_seeds=[0.01, 0.0, 0.02])
     losses = dict(steps=300, device="large", commit="abcdefgh", held_out=losses)
     text = importlib.import_module("tables").finetune_text(runs, losses)
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| M")]
-    assert [line[0] for line in lines] == ["M, 3 of 4 layers"] * 4
+    assert [line[0] for line in lines] == [f"M, 3 of 4 layers{more}" for more in ("", "", ", in 80 GB", "", "")]
     assert [line[4:] for line in lines] == [
         ["2,600", "2.60", "50.0", "0.50"],
         ["1,000", "1.00", "100.0", "1.00"],
+        ["2,400", "", "50.0", ""],
         ["2,500", "", "51.0", ""],
         ["out of memory", "", "", ""],
     ]
