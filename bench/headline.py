@@ -101,10 +101,13 @@ def text(
 def finetuning(runs: list[dict], gpu: str) -> str:
     """A sentence about the fastest run of a whole model beside the fastest of Transformers, with the same step.
 
+    Runs with a limit of memory do not count.
+
     gpu: the one that the sentences before are about.
     """
     speed_of = itemgetter("tokens_per_second")
-    whole = [run for run in runs if run["layers"] == run["of_layers"] and "tokens_per_second" in run]
+    runs = [run for run in runs if "tokens_per_second" in run and not run.get("memory")]
+    whole = [run for run in runs if run["layers"] == run["of_layers"]]
     ours = max((run for run in whole if run["impl"] == "ours" and run["sequences"] > 1), key=speed_of, default=None)
     step = "device", "commit", "model", "context", "sequences", "rank", "adapters", "attention_only"
     same = [run for run in whole if run["impl"] == "stock" and ours and all(run[n] == ours[n] for n in step)]
