@@ -98,7 +98,10 @@ class ExpertParallel:
         if self.mesh is not None:
             if group.ndim != 1:
                 refuse(f"{wanted} one of {group.ndim}")
-            group = group.get_group()
+            got, group = group.mesh.tolist(), group.get_group()
+            order = dist.get_process_group_ranks(group)
+            if got != order:  # DTensors would number the experts in another order
+                refuse(f"group must be a mesh in the order of its ProcessGroup, {order}, got {got}")
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             refuse("group must have this rank, got what new_group returns on ranks that the group lacks")
         if not isinstance(group, dist.ProcessGroup):

@@ -184,10 +184,11 @@ class StaticPlanner:
 
     def __init__(self, ranks: Ranks, capacity: float, top_k: int) -> None:
         self.ranks, self.capacity, self.top_k = ranks, capacity, top_k
-        self.left_out = torch.zeros(2, dtype=torch.int64, device=ranks.device)  # tokens, slots
-        # For each sending rank: 0, or NEVER minus the number of the message that was expected when another arrived.
-        # If there are several, the message of the earliest call counts.
-        self.mixed_up = torch.zeros(ranks.size, dtype=torch.int64, device=ranks.device)
+        with torch.inference_mode(False):  # calls outside of inference mode write to both
+            self.left_out = torch.zeros(2, dtype=torch.int64, device=ranks.device)  # tokens, slots
+            # For each sending rank: 0, or NEVER minus the number of the message that was expected when another arrived.
+            # If there are several, the message of the earliest call counts.
+            self.mixed_up = torch.zeros(ranks.size, dtype=torch.int64, device=ranks.device)
 
     def placement(self, ids: Tensor) -> Placement:
         permutation, offs, inverse, counts = _by_rank(ids, self.ranks)

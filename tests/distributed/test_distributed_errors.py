@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,6 +21,7 @@ from experts_problem import OF_OPERAND, SPREAD_DB, Layer, assert_equal, run
 from helpers import assert_same_tensor
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,6 +62,25 @@ def check_arguments(world: World) -> None:
     world.raises(text, partial(ExpertParallel, meshes(world, 2), EXPERTS, 2))
     # Numbers need not have Python's own classes; numpy's have not.
     assert ExpertParallel(dist.group.WORLD, EXPERTS, 2, mode="static", capacity=Fraction(1, 2)).capacity == 0.5
+
+
+def check_order_of_mesh(world: World) -> None:
+    """A ProcessGroup sorts its ranks. In another order, parameters would belong to other experts than the router's."""
+    ranks = list(range(world.size))
+    mesh, text = (
+        DeviceMesh(torch.device(world.device).type, ranks[::-1]),
+        f"of its ProcessGroup, {ranks}, got {ranks[::-1]}",
+    )
+    world.raises(re.escape(text), lambda: ExpertParallel(mesh, EXPERTS, 2))
+
+
+def check_inference_mode(world: World) -> None:
+    """An ExpertParallel that inference mode has constructed trains like any other."""
+    with torch.inference_mode():
+        parallel = world.parallel(2, mode="static")
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    assert_equal(run(problem, parallel.experts), run(problem, world.parallel(2).experts))
+    parallel.check()
 
 
 def check_names_of_ranks(world: World) -> None:
@@ -433,7 +454,8 @@ def check_large_ids(world: World) -> None:
 
 
 CHECKS = (
-    *(check_arguments, check_names_of_ranks, check_unknown_option, check_sizes, check_casts, check_capture),
+    *(check_arguments, check_order_of_mesh, check_inference_mode, check_names_of_ranks),
+    *(check_unknown_option, check_sizes, check_casts, check_capture),
     *(check_routers, check_nested_reports, check_experts_kept_equal),
     *(check_gradients, check_capacity, check_unsent, check_without_gradients, check_large_ids, check_ids),
     *(check_room, check_strides, check_meta, check_calls, check_compiled),
