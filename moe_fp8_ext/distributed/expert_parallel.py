@@ -47,7 +47,8 @@ class ExpertParallel:
     All ranks of the group must construct the object with the same arguments, and call it in the same order.
 
     Args:
-        group: the ranks over which experts are spread, or a DeviceMesh of one dimension.
+        group: the ranks over which experts are spread, or a DeviceMesh of one dimension. Only with a mesh does
+            `torch.distributed.checkpoint` save the experts of all ranks.
         num_experts: the number of experts of all ranks together, a multiple of the number of ranks.
         top_k: columns of topk_ids.
         recipe: as in `moe_fp8_ext.experts`, except "auto". With "bf16" and with wgrad_high_precision tokens travel in
