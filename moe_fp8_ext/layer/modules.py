@@ -197,10 +197,9 @@ class Experts(nn.Module):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Sees a parameter that `fully_shard` has sharded. Experts of an ep differ, but FSDP2 would mix them."""
-        ep = self.__dict__.get("ep")
-        if ep is not None and ep.mesh is None and is_dtensor(value):
-            if ep.has_others_of(value.device_mesh.mesh.flatten().tolist()):
-                ep.refuse_to_keep_equal("fully_shard", _SHARD)
+        if is_dtensor(value) and self.ep is not None and self.ep.mesh is None:
+            if self.ep.has_others_of(value.device_mesh.mesh.flatten().tolist()):
+                self.ep.refuse_to_keep_equal("fully_shard", _SHARD)
         super().__setattr__(name, value)
 
     def _parameter(self, *size: int, **options: object) -> nn.Parameter:
