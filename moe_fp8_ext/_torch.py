@@ -367,6 +367,19 @@ def has_run_under_fsdp() -> Callable[[torch.nn.Module], bool]:
     return has_run_under_fsdp
 
 
+@_choose(
+    "DistributedDataParallel._active_ddp_module",
+    "an error where DDP keeps experts equal that differ between ranks",
+    lambda: None,
+    "DDP overwrites such experts, and nothing raises",
+)
+def running_ddp() -> Callable[[], torch.nn.Module | None]:
+    """The DistributedDataParallel whose forward calls, or None."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    _expect(ddp._active_ddp_module is None)
+    return lambda: ddp._active_ddp_module
+
+
 class SymmetricMemory(NamedTuple):
     """Memory that all ranks of a group can read and write, and the all-to-all that moves rows of it."""
 

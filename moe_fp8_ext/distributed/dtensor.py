@@ -49,12 +49,19 @@ def of_all(parameter: Tensor, mesh: DeviceMesh, num_experts: int | None = None) 
     return DTensor.from_local(parameter, mesh, [Shard(0)], run_check=False, **whole)
 
 
+def part_of_rank(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Returns this rank's part of the tensor of all experts, as `Shard(0)` cuts it."""
+    most = _most(len(whole), mesh.size())
+    return whole[most * mesh.get_local_rank() :][:most]
+
+
 @torch.no_grad()
 def draw_in_turn(parameter: Tensor, first: int, num_experts: int, draw: Callable[[Tensor], object]) -> None:
     """Draws every expert of all ranks and keeps this rank's experts. A seed gives the same experts on any ranks.
 
     Args:
-        parameter: the experts of this rank, or a DTensor of all experts, which knows where its part begins.
+        parameter: the experts of this rank (for a router: their rows), or a DTensor of all experts, which knows where
+            its part begins.
         first: the number of this rank's first expert; 0 for a DTensor.
         num_experts: the number of experts of all ranks.
         draw: fills one expert in place.

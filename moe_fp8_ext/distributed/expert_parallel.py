@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from numbers import Integral, Real
+from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,13 +19,18 @@ from moe_fp8_ext import _torch
 from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.distributed.exchange import Exchange
 from moe_fp8_ext.distributed.message import rule_of_tokens
-from moe_fp8_ext.distributed.plan import OP, Agreement, CallMismatch, Ranks, StaticPlanner, named, refuse
+from moe_fp8_ext.distributed.plan import OP, Agreement, CallMismatch, KnownError, Ranks, StaticPlanner, named, refuse
 from moe_fp8_ext.layer.experts import call_with_options
 from moe_fp8_ext.layer.node import Call, LayerFunction
 from moe_fp8_ext.ops.checks import check_int, check_one_of, check_output, validate_ids
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Pair, Quantized
+
+_IGNORE = (
+    "wrap the model after DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names), with the"
+    " names of the experts' parameters and buffers"
+)
 
 
 class ExpertParallel:
@@ -39,7 +47,8 @@ class ExpertParallel:
     All ranks of the group must construct the object with the same arguments, and call it in the same order.
 
     Args:
-        group: the ranks over which experts are spread, or a DeviceMesh of one dimension.
+        group: the ranks over which experts are spread, or a DeviceMesh of one dimension. Only with a mesh does
+            `torch.distributed.checkpoint` save the experts of all ranks.
         num_experts: the number of experts of all ranks together, a multiple of the number of ranks.
         top_k: columns of topk_ids.
         recipe: as in `moe_fp8_ext.experts`, except "auto". With "bf16" and with wgrad_high_precision tokens travel in
@@ -90,7 +99,12 @@ class ExpertParallel:
         if self.mesh is not None:
             if group.ndim != 1:
                 refuse(f"{wanted} one of {group.ndim}")
-            group = group.get_group()
+            got, group = group.mesh.tolist(), group.get_group()
+            order = dist.get_process_group_ranks(group)
+            if got != order:  # DTensors would number the experts in another order
+                refuse(f"group must be a mesh in the order of its ProcessGroup, {order}, got {got}")
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            refuse("group must have this rank, got what new_group returns on ranks that the group lacks")
         if not isinstance(group, dist.ProcessGroup):
             refuse(f"{wanted} {type(group).__name__}")
         options = dict(gradients=gradients, mode=mode, capacity=capacity, overflow=overflow, chunks=chunks)
@@ -119,6 +133,29 @@ class ExpertParallel:
             StaticPlanner(self.ranks, self.capacity, top_k) if mode == "static" else None,
         )
         self._call = 0  # the number of calls so far
+        self._checked: WeakKeyDictionary[torch.nn.Module, set[int]] = WeakKeyDictionary()  # addresses, for a DDP
+        self._has_reported: bool | None = None  # an error, within `errors_on_all_ranks`; None outside of it
+
+    def has_others_of(self, ranks: Iterable[int]) -> bool:
+        """Whether other ranks of the group are among the global numbers `ranks`."""
+        return len({*dist.get_process_group_ranks(self.ranks.group)} & {*ranks}) > 1
+
+    def refuse_to_keep_equal(self, who: str, cure: str) -> NoReturn:
+        """Raises. who: what keeps parameters equal on its ranks."""
+        refuse(f"experts must differ between the ranks of the group, but {who} keeps them equal there; {cure}")
+
+    def _check_ddp(self, weights: Iterable[object]) -> None:
+        """Raises if the DDP whose forward calls would keep weights equal on ranks of the group. Looks once a weight."""
+        ddp = _torch.running_ddp()
+        if ddp is None:
+            return
+        addresses, checked = {address_of(t) for t in weights} - {None}, self._checked.setdefault(ddp, set())
+        if addresses <= checked or not self.has_others_of(dist.get_process_group_ranks(ddp.process_group)):
+            return
+        for name, t in (*ddp.module.named_parameters(), *ddp.module.named_buffers()):
+            if name not in ddp.parameters_to_ignore and address_of(t) in addresses:
+                self.refuse_to_keep_equal(f"DistributedDataParallel of {name}", _IGNORE)
+        checked |= addresses
 
     def _check_arguments(self, ranks: int, capacity: float | None) -> None:
         if ranks > MAX_EXPERTS:
@@ -186,10 +223,12 @@ class ExpertParallel:
             self._check_last_step()
         with self.errors_on_all_ranks():
             given = x, topk_ids, topk_scores, w_gate_up, w_down
-            for value in (*given, *options.values()):
-                for t in value if isinstance(value, (tuple, list)) else (value,):  # adapters are tuples
-                    if is_dtensor(t):
-                        refuse(f"tensors must be the rank's own, got a DTensor of {list(t.shape)}")
+            values = (v if isinstance(v, (tuple, list)) else (v,) for v in (*given, *options.values()))
+            tensors = list(chain.from_iterable(values))  # adapters are tuples
+            for t in tensors:
+                if is_dtensor(t):
+                    refuse(f"tensors must be the rank's own, got a DTensor of {list(t.shape)}")
+            self._check_ddp(tensors[3:])
             call, *inputs = call_with_options(OP, *given, self._recipe_of_groups, **options)
             agreement = Agreement(self._signature(x, topk_ids, call), self._call + 1)
             messages = exchange.prepare(inputs[0], topk_ids.contiguous(), inputs[1])
@@ -212,15 +251,23 @@ class ExpertParallel:
         """A context for code that precedes `experts`, such as a router. If the code raises, the other ranks raise too.
 
         In later calls of mode "static" ranks do not wait for each other. The failed call is then counted as a call, so
-        that the other ranks recognize that this rank's next message belongs to another call.
+        that the other ranks recognize that this rank's next message belongs to another call. Contexts may be nested.
         """
+        is_outermost = self._has_reported is None
+        if is_outermost:
+            self._has_reported = False
         try:
             yield
-        except Exception:
-            self._call += 1
-            if self._exchange.agreed is None:
-                self._exchange.exact.agree(None)
+        except Exception as error:
+            if not self._has_reported and not isinstance(error, KnownError):
+                self._has_reported = True  # an outer context does not report it again
+                self._call += 1
+                if self._exchange.agreed is None:
+                    self._exchange.exact.agree(None)
             raise
+        finally:
+            if is_outermost:
+                self._has_reported = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
         """Returns itself, because a module and its copies communicate with the same processes."""
@@ -282,6 +329,13 @@ class ExpertParallel:
             want = [first >> 20, first & (1 << 20) - 1]
             refuse(f"x must be shaped as in the first call with mode 'static', {want}, got {list(x.shape)}")
         return sizes << len(call.needs) | needs
+
+
+def address_of(t: object) -> int | None:
+    """Returns the address of a tensor's values; None if it has none, or is no plain tensor."""
+    t = t.q if isinstance(t, Quantized) else t
+    is_plain = type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta
+    return t.data_ptr() or None if is_plain else None
 
 
 def _said(name: str, value: object) -> str:

@@ -166,14 +166,14 @@ class ExactPlanner:
 
 def _check_words(words: list[int], agreement: Agreement, group: dist.ProcessGroup) -> None:
     if raised := [rank for rank, word in enumerate(words) if word == RAISED]:
-        refuse(f"every rank must be able to send, but an error was raised on {named(raised, group)}: see there")
+        text = f"every rank must be able to send, but an error was raised on {named(raised, group)}: see there"
+        raise KnownError(f"{OP}: {text}")
     if unlike := [rank for rank, word in enumerate(words) if word // CALLS != agreement.signature]:
         where = named(unlike, group)
-        refuse(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {where}")
+        raise KnownError(f"{OP}: x, and what asks for a gradient, must be alike on all ranks, but differ on {where}")
     if other := [rank for rank, word in enumerate(words) if word % CALLS != agreement.call % CALLS]:
-        refuse(
-            f"all ranks must be in the same call, this one is in call {agreement.call}, but not {named(other, group)}"
-        )
+        text = f"this one is in call {agreement.call}, but not {named(other, group)}"
+        raise KnownError(f"{OP}: all ranks must be in the same call, {text}")
 
 
 class StaticPlanner:
@@ -184,10 +184,11 @@ class StaticPlanner:
 
     def __init__(self, ranks: Ranks, capacity: float, top_k: int) -> None:
         self.ranks, self.capacity, self.top_k = ranks, capacity, top_k
-        self.left_out = torch.zeros(2, dtype=torch.int64, device=ranks.device)  # tokens, slots
-        # For each sending rank: 0, or NEVER minus the number of the message that was expected when another arrived.
-        # If there are several, the message of the earliest call counts.
-        self.mixed_up = torch.zeros(ranks.size, dtype=torch.int64, device=ranks.device)
+        with torch.inference_mode(False):  # calls outside of inference mode write to both
+            self.left_out = torch.zeros(2, dtype=torch.int64, device=ranks.device)  # tokens, slots
+            # For each sending rank: 0, or NEVER minus the number of the message that was expected when another arrived.
+            # If there are several, the message of the earliest call counts.
+            self.mixed_up = torch.zeros(ranks.size, dtype=torch.int64, device=ranks.device)
 
     def placement(self, ids: Tensor) -> Placement:
         permutation, offs, inverse, counts = _by_rank(ids, self.ranks)
@@ -273,7 +274,11 @@ def _is_int32(headers: Tensor) -> bool:
     return (headers.stride(0) | headers.storage_offset()) % 4 == 0
 
 
-class CallMismatch(RuntimeError):
+class KnownError(RuntimeError):
+    """An error that every rank raises, so that no rank needs to report it."""
+
+
+class CallMismatch(KnownError):
     """Another message than the expected one arrived. Every rank raises this, because all ranks exchange messages.
 
     Attributes:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moe_fp8_ext.distributed.dtensor import is_dtensor, of_all
+from moe_fp8_ext.distributed.dtensor import is_dtensor, of_all, part_of_rank
 from moe_fp8_ext.ops.checks import dtype_name, fail, has_values
 from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
 
@@ -107,8 +107,11 @@ def _check_state(weight: FrozenWeight, state_dict: dict[str, object], prefix: st
     """
     name = prefix.removesuffix(".") or "the weight"
     if weight.device_mesh is not None:
-        for key in [key for key, t in state_dict.items() if key.startswith(prefix) and is_dtensor(t)]:
-            state_dict[key] = state_dict[key].to_local()
+        for key in [f"{prefix}{buffer}" for buffer, _ in weight.named_buffers()]:
+            if is_dtensor(t := state_dict.get(key)):
+                state_dict[key] = t.to_local()
+            elif t is not None and len(t) == weight._num_experts:  # a whole state dict, as set_model_state_dict loads
+                state_dict[key] = part_of_rank(t, weight.device_mesh)
     kind = state_dict.setdefault(f"{prefix}_extra_state", weight.get_extra_state())  # older state dicts have none
     got = bytes(kind.byte().tolist()).decode() if has_values(kind) else weight._kind()
     if got != weight._kind():

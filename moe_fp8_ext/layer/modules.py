@@ -48,6 +48,9 @@ def _fixed(name: str, read: Callable[[nn.Module], object], instead: str = "const
     return property(read, refuse, doc=f"The argument {name} of the constructor.")
 
 
+_SHARD = 'call fully_shard(layer.experts, mesh=mesh["dp"]) first, over ranks that have the same experts'
+
+
 def _option(name: str, **how: str) -> property:
     return _fixed(name, lambda module: module.options[name], **how)
 
@@ -191,6 +194,13 @@ class Experts(nn.Module):
             delattr(self, name)  # the place of a parameter cannot hold a module
             setattr(self, name, FrozenWeight(pair[0] if alone else pair, weight))
         return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Sees a parameter that `fully_shard` has sharded. Experts of an ep differ, but FSDP2 would mix them."""
+        if is_dtensor(value) and self.ep is not None and self.ep.mesh is None:
+            if self.ep.has_others_of(value.device_mesh.mesh.flatten().tolist()):
+                self.ep.refuse_to_keep_equal("fully_shard", _SHARD)
+        super().__setattr__(name, value)
 
     def _parameter(self, *size: int, **options: object) -> nn.Parameter:
         count = self.num_experts if self.ep is None else self.ep.ranks.num_local_experts

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
 from moe_fp8_ext import _torch
-from moe_fp8_ext.distributed.dtensor import is_dtensor, on_every_rank
+from moe_fp8_ext.distributed.dtensor import draw_in_turn, is_dtensor, on_every_rank
 from moe_fp8_ext.matmul.float32 import float32_mm, float32_mm_backward, takes_parts
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
@@ -209,7 +209,12 @@ class Router(_torch.ModuleWithFloat32):
 
     def reset_parameters(self) -> None:
         """Draws the weight as nn.Linear does, and zeros the bias and the counts, if the router has them."""
-        nn.init.uniform_(self.weight, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
+        experts, hidden = self.weight.shape
+        draw = partial(nn.init.uniform_, a=-(hidden**-0.5), b=hidden**-0.5)
+        if is_dtensor(self.weight):  # torch may draw the same rows on every rank
+            draw_in_turn(self.weight, 0, experts, draw)
+        else:
+            draw(self.weight)
         for buffer in self.buffers():
             buffer.zero_()
 

@@ -18,6 +18,7 @@ from helpers import assert_same_tensor, blocks
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import moe_fp8_ext
@@ -221,7 +222,10 @@ def check_modules(world: World) -> None:
 
 
 def check_checkpoints(world: World) -> None:
-    """Checkpoints of groups of ranks load into a group twice as large, and into one process. So do frozen weights."""
+    """Checkpoints of groups of ranks load into a group twice as large, and into one process. So do frozen weights.
+
+    The state dict of one process loads into a group.
+    """
     for freeze in (lambda experts: experts, Experts.freeze_):
         ep = ExpertParallel(meshes(world, max(world.size // 2, 1))["ep"], EXPERTS, 2)
         torch.manual_seed(3)
@@ -240,6 +244,10 @@ def check_checkpoints(world: World) -> None:
                 whole = saved.state_dict()[name]
                 assert torch.equal(*(t.full_tensor() if isinstance(t, DTensor) else t for t in (t, whole))), name
                 assert isinstance(whole, DTensor) or name.endswith("_extra_state")
+        whole = freeze(module(world)).state_dict()
+        set_model_state_dict(larger, dict(whole), options=StateDictOptions(full_state_dict=True))
+        for name, t in larger.state_dict().items():
+            assert torch.equal(t.full_tensor() if isinstance(t, DTensor) else t, whole[name]), name
 
 
 def check_documents(world: World) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -18,14 +20,18 @@ from distributed_problem import EXPERTS, D, F, World, meshes, process
 from experts_problem import OF_OPERAND, SPREAD_DB, Layer, assert_equal, run
 from helpers import assert_same_tensor
 from processes import NEEDS_GLOO, in_processes
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from moe_fp8_ext import Experts, MoE, Recipe, Router
+from moe_fp8_ext import Experts, MoE, Recipe, Router, _torch
 from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.distributed import message as messages
 from moe_fp8_ext.distributed.exchange import Exchange, ExchangedTokens
 from moe_fp8_ext.distributed.plan import Agreement
 from moe_fp8_ext.layer import node
+from moe_fp8_ext.layer.router import Routing
 from moe_fp8_ext.matmul.engine import Fp8Engine
 
 SIZE = 4
@@ -58,11 +64,31 @@ def check_arguments(world: World) -> None:
     assert ExpertParallel(dist.group.WORLD, EXPERTS, 2, mode="static", capacity=Fraction(1, 2)).capacity == 0.5
 
 
+def check_order_of_mesh(world: World) -> None:
+    """A ProcessGroup sorts its ranks. In another order, parameters would belong to other experts than the router's."""
+    ranks = list(range(world.size))
+    mesh, text = (
+        DeviceMesh(torch.device(world.device).type, ranks[::-1]),
+        f"of its ProcessGroup, {ranks}, got {ranks[::-1]}",
+    )
+    world.raises(re.escape(text), lambda: ExpertParallel(mesh, EXPERTS, 2))
+
+
+def check_inference_mode(world: World) -> None:
+    """An ExpertParallel that inference mode has constructed trains like any other."""
+    with torch.inference_mode():
+        parallel = world.parallel(2, mode="static")
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    assert_equal(run(problem, parallel.experts), run(problem, world.parallel(2).experts))
+    parallel.check()
+
+
 def check_names_of_ranks(world: World) -> None:
     """A group may begin at any rank, and errors name the global rank."""
     if world.size < 4:
         return
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    world.raises("group must have this rank", lambda: ExpertParallel(groups[world.rank < 2], EXPERTS, 2))
     part = World(world.rank % 2, 2, world.device, world.folder)
     problem = part.part(part.whole([8, 8], 2), [8, 8])
     problem = replace(problem, x=problem.x.double()) if world.rank == 3 else problem
@@ -127,6 +153,62 @@ def check_routers(world: World) -> None:
         text = text if world.rank == last else f"error was raised on rank {last}"
         world.raises(text, partial(moe, x if world.rank == last else usual))
     moe(usual)
+
+
+class ReportingRouter(nn.Module):
+    """A router that reports its own errors, also within a MoE."""
+
+    def __init__(self, ep: ExpertParallel, raises: bool, **how: object) -> None:
+        super().__init__()
+        self.ep, self.raises, self.router = ep, raises, Router(EXPERTS, D, 2, **how)
+
+    def forward(self, x: Tensor) -> Routing:
+        with self.ep.errors_on_all_ranks():
+            if self.raises:
+                raise RuntimeError("mine")
+            return self.router(x)
+
+
+def check_nested_reports(world: World) -> None:
+    """A rank reports an error once, so all ranks stay in the same call."""
+    last, how = world.size - 1, dict(device=world.device, dtype=torch.bfloat16)
+    for mode, is_wrapped in product(("exact", "static"), (False, True)):
+        ep = world.parallel(2, mode=mode)
+        moe = MoE(ReportingRouter(ep, world.rank == last, **how), Experts(EXPERTS, D, F, ep=ep, **how))
+        x = world.part(world.whole([8] * world.size, 2), [8] * world.size).x
+        with pytest.raises(RuntimeError, match="mine" if world.rank == last else f"error was raised on rank {last}"):
+            with ep.errors_on_all_ranks() if is_wrapped else nullcontext():
+                moe(x)
+        assert ep._call == 1
+        moe.gate.raises = False
+        moe(x)
+
+
+def check_experts_kept_equal(world: World) -> None:
+    """DDP and FSDP2 over the group would give every rank the experts of other ranks."""
+    how, text = dict(device=world.device, dtype=torch.bfloat16), "experts must differ between the ranks of the group"
+    x, pairs = torch.randn(8, D, **how), meshes(world, 2)
+
+    def layer(group: dist.ProcessGroup, **options: object) -> MoE:
+        ep = ExpertParallel(group, EXPERTS, 2, recipe="blockwise")
+        torch.manual_seed(3)
+        return MoE(Router(EXPERTS, D, 2, **how), Experts(EXPERTS, D, F, recipe="blockwise", ep=ep, **options, **how))
+
+    for freeze, options in product((lambda experts: None, Experts.freeze_), ({}, {"lora_rank": 2})):
+        moe = layer(dist.group.WORLD, **options)
+        freeze(moe.experts)
+        if not _torch.ONLY_PUBLIC:
+            world.raises(f"{text}, but Distributed", partial(DistributedDataParallel(moe), x))
+        names = [name for name, _ in (*moe.named_parameters(), *moe.named_buffers()) if name.startswith("experts.")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(moe, names)
+        kept = copy.deepcopy(moe.experts.state_dict())
+        DistributedDataParallel(moe)(x)
+        assert all(torch.equal(t, kept[name]) for name, t in moe.experts.state_dict().items())
+    world.raises(f"{text}, but fully_shard", partial(fully_shard, layer(dist.group.WORLD)))
+    want = (moe := layer(pairs["ep"].get_group()))(x)[0]
+    for module in (moe.experts, moe):
+        fully_shard(module, mesh=pairs["dp"])
+    assert torch.equal(moe(x)[0], want)
 
 
 # A CPU then computes with wrong ids, as a GPU does without validation.
@@ -372,8 +454,9 @@ def check_large_ids(world: World) -> None:
 
 
 CHECKS = (
-    *(check_arguments, check_names_of_ranks, check_unknown_option, check_sizes, check_casts, check_capture),
-    check_routers,
+    *(check_arguments, check_order_of_mesh, check_inference_mode, check_names_of_ranks),
+    *(check_unknown_option, check_sizes, check_casts, check_capture),
+    *(check_routers, check_nested_reports, check_experts_kept_equal),
     *(check_gradients, check_capacity, check_unsent, check_without_gradients, check_large_ids, check_ids),
     *(check_room, check_strides, check_meta, check_calls, check_compiled),
     *(check_errors_after_tokens, check_calls_in_backward, check_messages_back),

@@ -116,6 +116,22 @@ def test_two_processes(dtype, tmp_path):
     in_processes(PROCESSES, check, dtype, tmp_path)
 
 
+def check_drawn_router(rank: int) -> None:
+    with torch.device("meta"):
+        router = fully_shard(moe_fp8_ext.Router(EXPERTS, DIM, 2))
+    torch.manual_seed(0)
+    router.to_empty(device="cpu")
+    router.reset_parameters()
+    torch.manual_seed(0)
+    assert torch.equal(router.weight.full_tensor(), moe_fp8_ext.Router(EXPERTS, DIM, 2).weight)
+
+
+@NEEDS_GLOO
+def test_router_that_is_drawn_after_sharding():
+    """torch draws the same rows on every rank of a CPU, so that two experts would have the same logits."""
+    in_processes(PROCESSES, check_drawn_router)
+
+
 def check_written_output(rank: int) -> None:
     for shape in [(TOKENS, DIM), (2, TOKENS // 2, DIM), (DIM,)]:
         torch.manual_seed(rank)
