@@ -515,6 +515,18 @@ def test_compiles() -> None:
         assert torch.equal(torch.compile(ours, fullgraph=True, backend="aot_eager")(*call), want)
 
 
+def test_a_graph_may_end_before_experts() -> None:
+    """Adapters that a graph hands over are taken by an eager forward."""
+    torch._dynamo.reset()
+    ours, call = converted(), calls()
+    experts = next(module for module in ours.modules() if "is_transposed" in vars(module))
+    with torch.no_grad():
+        want = ours(*call)
+        experts.forward = torch._dynamo.disable(experts.forward)
+        assert torch.equal(torch.compile(ours, backend="aot_eager")(*call), want)
+    assert not [name for name in vars(experts) if name.startswith(integration._HANDED)]
+
+
 # ---- Mistakes --------------------------------------------------------------------------------------------------------
 
 
