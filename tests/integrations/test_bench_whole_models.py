@@ -48,15 +48,15 @@ def test_every_model_trains_with_every_implementation(bench, tmp_path, monkeypat
 
 
 def test_tokens_of_random_models_choose_all_experts(bench):
-    """The busiest expert has 1.1 times the mean if tokens choose at random, and 16 times if all choose the same two."""
+    """The busiest expert has 1.3 times the mean if tokens choose at random, and 16 times if all choose the same two."""
     hf_models, routing = map(importlib.import_module, ("hf_models", "routing"))
     others = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=64, vocab_size=256)
     config = hf_models.sized("qwen3_moe", (128, 128, 32, 2), 24, **others)
     model = hf_models.materialize(hf_models.on_meta(config, hf_models.BASELINE), CPU)
-    tokens = torch.randint(256, (4, 1024), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(256, (4, 128), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), routing.counted(model) as ratio:
         model.base_model(input_ids=tokens)
-    assert ratio() < 2.5  # these tokens are 256 words, not 4,096. Weights of one deviation gave 8.1
+    assert ratio() < 2.5  # some of these tokens are the same word. Weights of one deviation gave 4.9
 
 
 def test_a_step_must_run_what_it_was_asked_to(bench, monkeypatch):

@@ -73,7 +73,7 @@ def check(logits: Tensor, top_k: int, bias: Tensor | None = None, *how: object) 
         normalize=[True, False],
         bias=[True, False],
         factor=[1.0, 2.5],
-        t=[1, 37, 600],
+        t=[1, 37, 200],
     )
 )
 def test_choice(sizes, scoring, normalize, bias, factor, t, device):
