@@ -215,7 +215,7 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
         tokens_per_second=args.sequences * args.context * args.steps / sum(timed),
         step_seconds=[round(s, 6) for s in timed],
         losses=[round(loss, 4) for loss in losses],
-        busiest_after=busiest,
+        busiest_expert=busiest,
         trained_parameters=sum(p.numel() for p in trained),
         peak_bytes=peak,
     )
@@ -272,12 +272,12 @@ def run(args: argparse.Namespace, config: object, device: torch.device, phases: 
     tokens = torch.randint(config.vocab_size, (1, args.context), generator=torch.Generator().manual_seed(2))
     with torch.no_grad(), routing.counted(model) as ratio:
         model.base_model(input_ids=tokens.to(device), use_cache=False)
-    busiest = ratio()
+    before = ratio()
     with phases("adapters"):
         model = with_adapters(model, args, device)
     with disable_input_dtype_casting(model, active=args.adapters == "autocast"):
         result = train(model, args, device, phases)
-    return result | dict(busiest_expert=[busiest, result.pop("busiest_after")])
+    return result | dict(busiest_expert=[before, result["busiest_expert"]])
 
 
 def main() -> None:
