@@ -230,18 +230,7 @@ def bytes_of_graphs() -> int:
 def measure(args: argparse.Namespace, device: torch.device) -> dict:
     phases = Phases(device)
     config = config_of(args)
-    known = (
-        "model",
-        "impl",
-        "rank",
-        "context",
-        "sequences",
-        "adapters",
-        "attention_only",
-        "compile",
-        "graphs",
-        "memory",
-    )
+    known = "model impl rank context sequences adapters attention_only compile graphs memory".split()
     result = environment(device) | {name: getattr(args, name) for name in known}
     if args.memory:
         torch.cuda.set_per_process_memory_fraction(args.memory * 1e9 / torch.cuda.get_device_properties(0).total_memory)

@@ -11,7 +11,7 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from moe_fp8_ext.report.models import Sizes, sizes_of
 
 BASELINE = "grouped_mm"  # the implementation of experts that is Transformers' own
-STD = 0.02  # of every weight but these two:
+STD = 0.02  # of every weight that has no entry below
 STD_OF = {"embed_tokens.weight": 1.0, "o_proj.weight": 2e-4}  # see `fill`
 BLOCK = [128, 128]  # of weights in FP8
 FP8_STD = 64.0  # of the values of a weight in FP8; 448 is the largest, 7 times as much

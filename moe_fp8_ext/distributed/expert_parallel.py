@@ -149,11 +149,11 @@ class ExpertParallel:
         ddp = _torch.running_ddp()
         if ddp is None:
             return
-        addresses, checked = {address_of(t) for t in weights} - {None}, self._checked.setdefault(ddp, set())
+        addresses, checked = {_address_of(t) for t in weights} - {None}, self._checked.setdefault(ddp, set())
         if addresses <= checked or not self.has_others_of(dist.get_process_group_ranks(ddp.process_group)):
             return
         for name, t in (*ddp.module.named_parameters(), *ddp.module.named_buffers()):
-            if name not in ddp.parameters_to_ignore and address_of(t) in addresses:
+            if name not in ddp.parameters_to_ignore and _address_of(t) in addresses:
                 self.refuse_to_keep_equal(f"DistributedDataParallel of {name}", _IGNORE)
         checked |= addresses
 
@@ -331,7 +331,7 @@ class ExpertParallel:
         return sizes << len(call.needs) | needs
 
 
-def address_of(t: object) -> int | None:
+def _address_of(t: object) -> int | None:
     """Returns the address of a tensor's values; None if it has none, or is no plain tensor."""
     t = t.q if isinstance(t, Quantized) else t
     is_plain = type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from moe_fp8_ext.layer.adapter import MAX_RANK, LoRA
 from moe_fp8_ext.ops.checks import fail, require
 
-_HANDED = "_moe_fp8_ext_adapters"  # in traced calls, for which a thread has no number
+_HANDED = "_moe_fp8_ext_adapters"
 
 
 def _place() -> str:
     """The attribute that experts have during a call: adapters by the name of their weight.
 
-    Each thread has its own, because threads may call the same experts at once.
+    Each thread has its own, because threads may call the same experts at once. All traced calls share one, because
+    Dynamo does not trace the number of a thread.
     """
     return _HANDED if torch.compiler.is_compiling() else f"{_HANDED}_{threading.get_ident()}"
 
@@ -35,7 +36,7 @@ def _place() -> str:
 def adapter(module: nn.Module, name: str) -> LoRA | None:
     """Returns the adapter that PEFT adds to a weight of experts in this call. `weight` returns the bare weight."""
     handed = vars(module).get(_place(), {}).pop(name, None)
-    if handed is None:  # a graph may have ended between the two
+    if handed is None:  # a graph that ended before the experts may have handed it over
         handed = vars(module).get(_HANDED, {}).pop(name, None)
     changes = _changes(module, name)
     if handed is not None or not _are_factors(changes):

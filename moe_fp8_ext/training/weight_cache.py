@@ -146,7 +146,7 @@ class _Scope:
     def forget_trained(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Drops all weights except frozen weights whose memory the optimizer does not own.
 
-        A frozen parameter may share the memory of a trained one, and have a version counter of its own.
+        A frozen parameter may share the memory of a trained parameter. Each of the two has its own version counter.
         """
         owned = {
             StorageWeakRef(parameter.untyped_storage())
