@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import seed_generators
+from helpers import GPUS, NO_GPU, NO_SECOND_GPU, seed_generators
 from simt_checks import WAVES
 from simt_kernels import Waves
 from simt_library import build
@@ -31,9 +31,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("moe_fp8")
 
-GPUS = torch.cuda.device_count()
-NO_GPU = pytest.mark.skipif(GPUS < 1, reason="no CUDA GPU")
-NO_SECOND_GPU = pytest.mark.skipif(GPUS < 2, reason="fewer than two CUDA GPUs")
 LEFT_OUT = pytest.StashKey[int]()  # how many tests need a GPU that this machine lacks
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distributed_problem import EXPERTS, D, F, World, check_graph, meshes, module, process
 from experts_problem import OF_OPERAND, SPREAD_DB, assert_equal, run
 from gemm_accuracy import fp8_gemm_db
-from helpers import assert_same_tensor, blocks
+from helpers import NO_SECOND_GPU, assert_same_tensor, blocks
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor
 from torch.distributed import checkpoint
@@ -327,7 +327,7 @@ def test_processes(size, tmp_path):
     in_processes(size, process, size, False, CHECKS, tmp_path)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA GPU")
+@NO_SECOND_GPU
 def test_two_gpus(tmp_path):
     in_processes(2, process, 2, True, CHECKS, tmp_path, backend="nccl")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributed_problem import EXPERTS, D, F, World, check_graph, module, process
 from experts_problem import Layer, assert_equal, run
-from helpers import assert_same_tensor
+from helpers import NO_SECOND_GPU, assert_same_tensor
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -223,6 +223,6 @@ def test_processes(size, tmp_path):
     in_processes(size, process, size, False, CHECKS, tmp_path)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA GPU")
+@NO_SECOND_GPU
 def test_two_gpus(tmp_path):
     in_processes(2, process, 2, True, CHECKS, tmp_path, backend="nccl")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from distributed_problem import EXPERTS, D, F, World, meshes, process
 from experts_problem import OF_OPERAND, SPREAD_DB, Layer, assert_equal, run
-from helpers import assert_same_tensor
+from helpers import NO_SECOND_GPU, assert_same_tensor
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -468,7 +468,7 @@ def test_processes(tmp_path):
     in_processes(SIZE, process, SIZE, False, CHECKS, tmp_path)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA GPU")
+@NO_SECOND_GPU
 def test_two_gpus(tmp_path):
     in_processes(2, process, 2, True, CHECKS, tmp_path, backend="nccl")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import short
-from processes import NEEDS_GLOO, in_processes
+from processes import BACKENDS, device, in_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -36,7 +36,7 @@ class Layers(nn.Module):
 
 def layers(recipe: str, dtype: torch.dtype) -> Layers:
     torch.manual_seed(0)
-    return Layers(recipe).to(dtype)
+    return Layers(recipe).to(device(), dtype)
 
 
 def sharded(recipe: str, dtype: torch.dtype) -> Layers:
@@ -47,8 +47,9 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(2 * step + rank)
     cuts = torch.randint(0, TOKENS - 8, (EXPERTS,), generator=g).sort().values
     scores, ids = torch.rand(TOKENS, EXPERTS, generator=g).topk(2)
+    x = torch.randn(TOKENS, DIM, generator=g, dtype=torch.bfloat16)
     # FSDP2 would otherwise cast scores to bfloat16.
-    return torch.randn(TOKENS, DIM, generator=g, dtype=torch.bfloat16), cuts.int(), ids, scores.bfloat16()
+    return x.to(device()), cuts.int().to(device()), ids.to(device()), scores.bfloat16().to(device())
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -109,34 +110,34 @@ def check(rank: int, dtype: torch.dtype, folder: Path) -> None:
         check_resuming(recipe, dtype, rank, folder / recipe)
 
 
-@NEEDS_GLOO
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
-def test_two_processes(dtype, tmp_path):
+def test_two_processes(dtype, backend, tmp_path):
     """Parameters are bfloat16 or float32."""
-    in_processes(PROCESSES, check, dtype, tmp_path)
+    in_processes(PROCESSES, check, dtype, tmp_path, backend=backend)
 
 
 def check_drawn_router(rank: int) -> None:
     with torch.device("meta"):
         router = fully_shard(moe_fp8_ext.Router(EXPERTS, DIM, 2))
     torch.manual_seed(0)
-    router.to_empty(device="cpu")
+    router.to_empty(device=device())
     router.reset_parameters()
     torch.manual_seed(0)
-    assert torch.equal(router.weight.full_tensor(), moe_fp8_ext.Router(EXPERTS, DIM, 2).weight)
+    assert torch.equal(router.weight.full_tensor(), moe_fp8_ext.Router(EXPERTS, DIM, 2, device=device()).weight)
 
 
-@NEEDS_GLOO
-def test_router_that_is_drawn_after_sharding():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_router_that_is_drawn_after_sharding(backend):
     """torch draws the same rows on every rank of a CPU, so that two experts would have the same logits."""
-    in_processes(PROCESSES, check_drawn_router)
+    in_processes(PROCESSES, check_drawn_router, backend=backend)
 
 
 def check_written_output(rank: int) -> None:
     for shape in [(TOKENS, DIM), (2, TOKENS // 2, DIM), (DIM,)]:
         torch.manual_seed(rank)
-        x, router = torch.randn(shape), moe_fp8_ext.Router(EXPERTS, DIM, 2)
-        layer = fully_shard(moe_fp8_ext.MoE(router, moe_fp8_ext.Experts(EXPERTS, DIM, HIDDEN)))
+        x, router = torch.randn(shape).to(device()), moe_fp8_ext.Router(EXPERTS, DIM, 2)
+        layer = fully_shard(moe_fp8_ext.MoE(router, moe_fp8_ext.Experts(EXPERTS, DIM, HIDDEN)).to(device()))
         grads = []
         for is_written in (False, True):
             out = layer(x)[0]
@@ -151,7 +152,7 @@ def check_written_output(rank: int) -> None:
             assert torch.equal(got, want)
 
 
-@NEEDS_GLOO
-def test_output_that_the_caller_writes_to():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_output_that_the_caller_writes_to(backend):
     """FSDP2 loses all gradients if the caller writes to an output that is a view."""
-    in_processes(PROCESSES, check_written_output)
+    in_processes(PROCESSES, check_written_output, backend=backend)

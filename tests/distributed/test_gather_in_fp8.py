@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import blocks, saved_tensors
-from processes import NEEDS_GLOO, in_processes
+from helpers import NO_SECOND_GPU, blocks, saved_tensors
+from processes import BACKENDS, NEEDS_GLOO, device, in_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,17 +24,19 @@ from moe_fp8_ext import _torch
 from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.distributed.fsdp import GatheredWeight
 
-pytestmark = NEEDS_GLOO
-
 PROCESSES, EXPERTS, SIZE, TOKENS, LAYERS, STEPS = 2, 4, 128, 48, 2, 2
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-OFFS = torch.tensor([10, 10, 40, TOKENS - 3], dtype=torch.int32)
+OFFS = 10, 10, 40, TOKENS - 3
 SHAPES = (2 * SIZE, SIZE), *[(SIZE, SIZE)] * 3  # shapes of an expert's weights in a layer
 VALUES = EXPERTS * sum(map(math.prod, SHAPES))
 OTHERS = 2 * (EXPERTS * SIZE + EXPERTS * 3 * SIZE)  # bytes of gate and biases in bfloat16
 # Bytes of an expert's scales of all SHAPES, at four bytes or one per scale: per row, per 128 x 128 block, per 32 in a
 # row.
 SCALES = {"rowwise": EXPERTS * 4 * 5 * SIZE, "blockwise": EXPERTS * 4 * (2 + 3), "mxfp8": EXPERTS * 5 * SIZE * 4}
+
+
+def ends_of_groups() -> Tensor:
+    return torch.tensor(OFFS, dtype=torch.int32, device=device())
 
 
 class Layer(nn.Module):
@@ -53,8 +55,9 @@ class Layer(nn.Module):
 
     def compute(self, x: Tensor) -> Tensor:
         scores, ids = self.gate(x).float().softmax(-1).topk(2)
-        h = moe_fp8_ext.grouped_mm(x + self.experts(x, ids, scores), self.up.mT, OFFS, recipe=self.recipe)
-        return x + moe_fp8_ext.grouped_mm(nn.functional.silu(h), self.down.mT, OFFS, recipe=self.recipe)
+        offs = ends_of_groups()
+        h = moe_fp8_ext.grouped_mm(x + self.experts(x, ids, scores), self.up.mT, offs, recipe=self.recipe)
+        return x + moe_fp8_ext.grouped_mm(nn.functional.silu(h), self.down.mT, offs, recipe=self.recipe)
 
 
 class Model(nn.Module):
@@ -78,7 +81,7 @@ def sharded(
     dtype: torch.dtype = torch.float32,
     frozen: bool = False,
 ) -> Model:
-    model = Model(recipe, again).to(dtype)
+    model = Model(recipe, again).to(device(), dtype)
     policy = MIXED if dtype == torch.float32 else MixedPrecisionPolicy()
     for layer in model.layers:
         layer.experts.requires_grad_(not frozen)
@@ -106,7 +109,7 @@ class Gathered(TorchDispatchMode):
 
 def batch(step: int, rank: int) -> Tensor:
     g = torch.Generator().manual_seed(PROCESSES * step + rank)
-    return torch.randn(TOKENS, SIZE, generator=g).bfloat16().requires_grad_()
+    return torch.randn(TOKENS, SIZE, generator=g).bfloat16().to(device()).requires_grad_()
 
 
 def adamw(model: Model) -> torch.optim.Optimizer:
@@ -194,7 +197,7 @@ def check_micro_batches(recipe: str, rank: int, folder: Path) -> None:
 
 def check_forward(recipe: str, rank: int, folder: Path) -> None:
     model, x = sharded(recipe, True), batch(0, rank)
-    want = Model(recipe).bfloat16()(x)
+    want = Model(recipe).to(device(), torch.bfloat16)(x)
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
         with mode():
             assert torch.equal(model(x.detach() if mode is torch.inference_mode else x), want), mode
@@ -266,17 +269,17 @@ class Product(nn.Module):
 
 def check_products(recipe: str, rank: int, folder: Path) -> None:
     """The weight is a parameter, or a DTensor of an expert-parallel mesh of one process."""
-    mesh = init_device_mesh("cpu", (PROCESSES, 1), mesh_dim_names=("data", "experts"))
+    mesh = init_device_mesh(device().type, (PROCESSES, 1), mesh_dim_names=("data", "experts"))
     for of_experts in (None, mesh["experts"]):
         results = []
         for gathers in (False, True):
-            model = Product(recipe=recipe, mesh=of_experts)
+            model = Product(recipe=recipe, mesh=of_experts).to(device())
             fully_shard(model, mesh=mesh["data"], mp_policy=MIXED, reshard_after_forward=True)
             if gathers:
                 moe_fp8_ext.gather_in_fp8_(model, recipe)
             x = batch(0, rank).detach()[:, :64].contiguous().requires_grad_()
             with Gathered() as gathered:
-                out = model(x, OFFS)
+                out = model(x, ends_of_groups())
                 out.float().square().mean().backward()
             results.append([out.detach(), x.grad, model.w.grad.to_local(), gathered.bytes])
         (*want, of_plain), (*got, of_fp8) = results
@@ -355,11 +358,13 @@ def run(rank: int, recipe: str, checks: tuple, folder: Path) -> None:
         check(recipe, rank, folder)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recipe", CHECKS_OF)
-def test_two_processes(recipe, tmp_path):
-    in_processes(PROCESSES, run, recipe, CHECKS_OF[recipe], tmp_path)
+def test_two_processes(recipe, backend, tmp_path):
+    in_processes(PROCESSES, run, recipe, CHECKS_OF[recipe], tmp_path, backend=backend)
 
 
+@NEEDS_GLOO
 def test_documents_and_refusals(tmp_path):
     in_processes(PROCESSES, run, "rowwise", (check_documents, check_refused), tmp_path)
 
@@ -379,9 +384,9 @@ def check_alone(rank: int) -> None:
             assert_equal(got, want)
 
 
-def check_over_ranks(rank: int) -> None:
-    """Pairs of processes have different experts, and each expert is sharded over a pair."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+def check_over_ranks(rank: int, shape: tuple[int, int]) -> None:
+    """Two processes have different experts. Each expert is sharded over two, or stays whole."""
+    mesh = init_device_mesh(device().type, shape, mesh_dim_names=("data", "experts"))
     for recipe in SCALES:
         ep, results = ExpertParallel(mesh["experts"], EXPERTS, 2, recipe=recipe), []
         for gathers in (False, True):
@@ -390,7 +395,7 @@ def check_over_ranks(rank: int) -> None:
                 moe_fp8_ext.Router(EXPERTS, SIZE, 2),
                 moe_fp8_ext.Experts(EXPERTS, SIZE, SIZE, ep=ep, recipe=recipe),
             )
-            layer = moe_fp8_ext.MoE(router, experts)
+            layer = moe_fp8_ext.MoE(router, experts).to(device())
             fully_shard(experts, mesh=mesh["data"])
             experts.set_force_sum_reduction_for_comms(True)  # gloo needs it
             fully_shard(layer)
@@ -407,9 +412,16 @@ def check_over_ranks(rank: int) -> None:
         assert of_fp8 < of_plain
 
 
+@NEEDS_GLOO
 def test_over_ranks():
-    in_processes(4, check_over_ranks)
+    in_processes(4, check_over_ranks, (2, 2))
 
 
+@NO_SECOND_GPU
+def test_over_two_gpus():
+    in_processes(2, check_over_ranks, (1, 2), backend="nccl")
+
+
+@NEEDS_GLOO
 def test_one_process_alone():
     in_processes(1, check_alone)

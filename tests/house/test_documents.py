@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, blocks
-from processes import NEEDS_GLOO, in_processes
+from processes import BACKENDS, device, in_processes
 from torch import nn
 
 import moe_fp8_ext
@@ -169,6 +169,7 @@ def test_blocks(page: str) -> None:
 def train_over_ranks(rank: int, page: str) -> None:
     """Runs the example of docs/ddp.md or docs/fsdp2.md. Ranks with different tokens train the same model."""
     (block,) = blocks("docs/ddp.md") if page == "docs/ddp.md" else blocks("docs/fsdp2.md", "A whole example")
+    torch.set_default_device(device())
     torch.manual_seed(rank)
     names: dict[str, object] = {}
     exec(block, names)
@@ -183,10 +184,10 @@ def train_over_ranks(rank: int, page: str) -> None:
     assert page == "docs/fsdp2.md" or names["router"].e_score_correction_bias.any()
 
 
-@NEEDS_GLOO
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("page", ["docs/ddp.md", "docs/fsdp2.md"])
-def test_examples_over_ranks(page: str) -> None:
-    in_processes(2, train_over_ranks, page)
+def test_examples_over_ranks(page: str, backend: str) -> None:
+    in_processes(2, train_over_ranks, page, backend=backend)
 
 
 @functools.cache

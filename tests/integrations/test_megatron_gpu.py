@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import NO_SECOND_GPU, ROOT
 from processes import in_processes
 from torch.multiprocessing import ProcessExitedException
 
@@ -34,7 +34,6 @@ def check_graphs(rank: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.transformer.cuda_graphs import create_cudagraphs
 
-    torch.cuda.set_device(0)
     parallel_state.initialize_model_parallel()
     sizes = mcore.TINY | dict(hidden_size=256, moe_ffn_hidden_size=256)
     batches = mcore.batches_of(STEPS, 2, 2, 64, torch.device("cuda"))
@@ -67,7 +66,6 @@ def check_failure(rank: int, folder: Path) -> None:
 
     signal.alarm(6 * SECONDS)  # ends this process if it waits for ever
     device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, distributed_timeout_minutes=SECONDS / 60)
     run = mcore.Run("rowwise", mcore.TINY, 2, 64, True)
     first, second = mcore.batches_of(2, 2, 2, 64, device)
@@ -82,7 +80,7 @@ def check_failure(rank: int, folder: Path) -> None:
     time.sleep(6 * SECONDS)  # until rank 0 has ended, and the launcher ends this process
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA GPU")
+@NO_SECOND_GPU
 def test_a_rank_that_fails_over_two_gpus(tmp_path):
     """The error says where it was raised. When the time of the group is over, torch's watchdog ends the other process,
     and so the launcher ends the first one."""

@@ -234,7 +234,6 @@ def test_scores_alone_make_no_backward_of_weights(options, world):
 def on_gpus(rank: int, ranks: int) -> None:
     import torch.distributed._symmetric_memory as memory
 
-    torch.cuda.set_device(rank)
     memory.set_backend("NVSHMEM")
     p = {name: t.cuda() for name, t in problem().items()}
     rows, mine = cut(rank, ranks)

@@ -114,7 +114,5 @@ def check_graph(world: World, chunks: int = 1) -> None:
 def process(rank: int, size: int, on_gpus: bool, checks: tuple[Callable, ...], folder: Path) -> None:
     """The body of one process: runs the checks, each with a World of its own."""
     device = f"cuda:{rank}" if on_gpus else "cpu"
-    if on_gpus:
-        torch.cuda.set_device(rank)
     for check in checks:
         check(World(rank, size, device, folder))

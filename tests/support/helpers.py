@@ -20,6 +20,10 @@ SHAPES = json.loads((ROOT / "bench" / "shapes.json").read_text())
 LAYOUTS: list[str] = SHAPES["group_layouts"]
 CORRECTNESS_MKE: list[list[int]] = SHAPES["correctness_MKE"]
 
+GPUS = torch.cuda.device_count()
+NO_GPU = pytest.mark.skipif(GPUS < 1, reason="no CUDA GPU")
+NO_SECOND_GPU = pytest.mark.skipif(GPUS < 2, reason="fewer than two CUDA GPUs")
+
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1

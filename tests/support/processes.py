@@ -13,8 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import NO_SECOND_GPU
 
 NEEDS_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+BACKENDS = [pytest.param("gloo", marks=NEEDS_GLOO), pytest.param("nccl", marks=NO_SECOND_GPU)]
 
 _PRELOADED = "pytest", "torch._dynamo.testing", "torch.distributed.fsdp", "torch.distributed.tensor", "moe_fp8_ext"
 # Megatron is there in some environments only. The server leaves out what it cannot import.
@@ -27,6 +29,11 @@ def in_processes(number: int, check: Callable[..., None], *args: object, backend
         start(number, _run, number, backend, Path(folder), check, args, on_gpus=backend != "gloo")
 
 
+def device() -> torch.device:
+    """The device of this process: a GPU of its own in a group over NCCL, which is the current one too."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 def start(number: int, target: Callable[..., None], *args: object, on_gpus: bool = False) -> None:
     """Runs target(rank, *args) to its end in processes that form no group."""
     start_method = "spawn" if on_gpus else "forkserver"  # a process that has used a GPU cannot be forked
@@ -36,6 +43,8 @@ def start(number: int, target: Callable[..., None], *args: object, on_gpus: bool
 
 def _run(rank: int, number: int, backend: str, folder: Path, check: Callable[..., None], args: tuple) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     timeout = timedelta(seconds=120)  # a test that hangs fails soon
     dist.init_process_group(
         backend, init_method=f"file://{folder}/rendezvous", timeout=timeout, rank=rank, world_size=number
