@@ -208,13 +208,12 @@ class Router(_torch.ModuleWithFloat32):
         return f"num_experts={experts}, hidden_size={hidden}, top_k={self.top_k}, scoring={self.scoring!r}"
 
     def reset_parameters(self) -> None:
-        """Draws the weight as nn.Linear does, and zeros the bias and the counts, if the router has them."""
+        """Draws the weight as nn.Linear does, and zeros the bias and the counts, if the router has them.
+
+        A seed gives the same weight on any number of ranks.
+        """
         experts, hidden = self.weight.shape
-        draw = partial(nn.init.uniform_, a=-(hidden**-0.5), b=hidden**-0.5)
-        if is_dtensor(self.weight):  # torch may draw the same rows on every rank
-            draw_in_turn(self.weight, 0, experts, draw)
-        else:
-            draw(self.weight)
+        draw_in_turn(self.weight, 0, experts, partial(nn.init.uniform_, a=-(hidden**-0.5), b=hidden**-0.5))
         for buffer in self.buffers():
             buffer.zero_()
 

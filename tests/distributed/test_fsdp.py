@@ -129,7 +129,8 @@ def check_drawn_router(rank: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_router_that_is_drawn_after_sharding(backend):
-    """torch draws the same rows on every rank of a CPU, so that two experts would have the same logits."""
+    """The weight equals an unsharded router's. torch draws the same rows on every rank of a CPU, so that two experts
+    would have the same logits."""
     in_processes(PROCESSES, check_drawn_router, backend=backend)
 
 
