@@ -38,7 +38,10 @@ class _Kind(NamedTuple):
 
 def _is_of_transformers(module: nn.Module) -> bool:
     """Whether `use_experts_implementation` wrote the forward of the module's class. The class may be of any package."""
-    forward = getattr(type(module), "forward", None)
+    return _wrote_transformers(getattr(type(module), "forward", None))
+
+
+def _wrote_transformers(forward: object) -> bool:
     return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
 
 
@@ -282,6 +285,8 @@ def _new_swap(module: nn.Module, attribute: str, value: object) -> _Swap:
         return _Swap(attribute, value, ())
     found, of_class = attributes[place], getattr(type(module), attribute, None)
     is_of_class = of_class is None or found == MethodType(of_class, module)
+    if not is_of_class:  # each loading of an FP8 checkpoint gives its class another forward
+        is_of_class = getattr(found, "__self__", None) is module and _wrote_transformers(found)
     require(is_of_class, f"{attribute} must be its class's own, got another that the module itself has; {_WAY_OUT}")
     return _Swap(attribute, value, (found,))
 

@@ -454,7 +454,8 @@ def _check_like(
     if t.dtype not in dtypes:
         fail(op, f"{name} must be {either([dtype_name(dtype) for dtype in dtypes])}, got {t.dtype}")
     if t.device != x.device:
-        fail(op, f"{name} must be on the device of x, {x.device}, got {t.device}")
+        hint = "" if x.device.type != t.device.type else "; give every GPU its own process if this is DataParallel"
+        fail(op, f"{name} must be on the device of x, {x.device}, got {t.device}{hint}")
     if t.shape != shape:
         dim, size, got = next((d, n, m) for d, (n, m) in enumerate(zip(shape, t.shape, strict=True)) if n != m)
         of = f" ({meaning[dim]})" if meaning and meaning[dim] else ""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from fp8_checkpoints import EXPERTS, load, write
 from torch import Tensor, nn
 from transformers_models import assert_same, calls, experts_of, results, tiny_model
 
@@ -111,6 +113,21 @@ def test_copies() -> None:
     assert not experts(*call).any() and other(*call).any()
     revert_(other)
     assert other._old_forward.__self__ is other
+
+
+def test_fp8_checkpoints_of_which_two_are_loaded(tmp_path: Path) -> None:
+    """Each loading gives the class of the experts another forward. Hooks of the first model hold the earlier one."""
+    folder = write(tmp_path)
+    first, want = load(folder, "moe_fp8_blockwise"), load(folder, "moe_fp8_blockwise")
+    experts = first.model.layers[0].mlp.experts
+    hooks.add_hook_to_module(experts, Counts())
+    load(folder, "moe_fp8_blockwise")
+    assert experts._old_forward.__func__ is not type(experts).forward
+    assert {layer.name for layer in convert_(first, "blockwise").converted} == set(EXPERTS)
+    assert torch.equal(logits(first), logits(want))
+    assert experts._hf_hook.calls == 1
+    revert_(first)
+    assert torch.equal(logits(first), logits(want))
 
 
 def test_hook_around_a_forward_that_is_not_known() -> None:

@@ -115,6 +115,15 @@ def test_data_parallel(recipe: str) -> None:
     assert_same([p.grad for p in model.parameters()], grads)  # each is a sum of two terms, which is rounded once
 
 
+def test_data_parallel_of_converted_experts() -> None:
+    model = tiny_model("qwen3_moe", "eager").cuda()
+    convert_(model, "rowwise")
+    tokens = torch.randint(3, SIZES["vocab_size"], (4, 24)).cuda()
+    text = "w_gate_up must be on the device of x, cuda:1, got cuda:0; give every GPU its own process if this is Data"
+    with pytest.raises(RuntimeError, match=text):
+        nn.DataParallel(model)(input_ids=tokens, use_cache=False)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "float32"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trainer(precision: str, checkpointing: bool, tmp_path: Path) -> None:
