@@ -344,7 +344,8 @@ def _check(module: torch.nn.Module, recipe: Recipe) -> None:
         check_dtype("moe_fp8", name, dtype, *INPUT_DTYPES)
         if isinstance(getattr(module, scale, None), Tensor):
             text = f"{name} must be float8_e4m3fn beside {scale}, got {dtype}"
-            fail("moe_fp8", f"{text}; a cast such as model.bfloat16() loses the scales: load the model again")
+            cast = "a cast such as model.bfloat16(), or param_dtype of fully_shard, loses the scales"
+            fail("moe_fp8", f"{text}; {cast}: load the model again")
 
 
 def _weight(module: torch.nn.Module, name: str) -> Tensor | Quantized:

@@ -11,6 +11,7 @@ from helpers import NO_SECOND_GPU, assert_same
 from torch import Tensor, nn
 from transformers_models import SIZES, tiny_model, transformers
 
+import moe_fp8_ext
 from moe_fp8_ext import convert_
 
 pytestmark = [pytest.mark.usefixtures("registered"), NO_SECOND_GPU]
@@ -113,6 +114,38 @@ def test_data_parallel(recipe: str) -> None:
     sum(half.square().mean() for half in logits.chunk(2)).backward()
     assert torch.equal(logits.detach(), torch.cat(want))
     assert_same([p.grad for p in model.parameters()], grads)  # each is a sum of two terms, which is rounded once
+
+
+class Layer(nn.Module):
+    """Experts alone, as DataParallel takes them: it gathers one output."""
+
+    def __init__(self, frozen: bool, **options: object) -> None:
+        super().__init__()
+        experts = moe_fp8_ext.Experts(8, 256, 128, recipe="blockwise", **options)
+        self.moe = moe_fp8_ext.MoE(moe_fp8_ext.Router(8, 256, 2), experts.freeze_() if frozen else experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(x)[0]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("rank", [None, 8])
+def test_data_parallel_of_a_layer(frozen: bool, rank: int | None) -> None:
+    layer, x = Layer(frozen, lora_rank=rank).cuda().bfloat16(), torch.randn(64, 256).cuda().bfloat16()
+    with torch.no_grad():
+        for name, p in layer.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    want = []
+    for half in x.chunk(2):
+        want.append(layer(half))
+        want[-1].float().square().mean().backward()
+    grads = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    out = nn.DataParallel(layer)(x)
+    sum(half.float().square().mean() for half in out.chunk(2)).backward()
+    assert torch.equal(out, torch.cat(want))
+    assert_same([p.grad for p in layer.parameters()], grads)
 
 
 def test_data_parallel_of_converted_experts() -> None:
