@@ -47,10 +47,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def check_fsdp(rank: int, folders: list[Path]) -> None:
     """The example of docs/finetuning.md: the gradients of one process, from shards of FP8 bytes."""
-    (block,) = blocks("docs/finetuning.md", "Several GPUs")
+    shards, _ = blocks("docs/finetuning.md", "Several GPUs")
     for folder in folders:
         model, whole = adapted(folder), adapted(folder)
-        exec(block, {"model": model})
+        exec(shards, {"model": model})
         assert {p.dtype for p in model.parameters()} >= {torch.float8_e4m3fn, torch.bfloat16, torch.float32}
         assert all(isinstance(p, DTensor) for p in model.parameters())
         for _ in range(2):
@@ -77,6 +77,7 @@ def test_fsdp(backend: str, tmp_path: Path) -> None:
 
 def check_trainer(rank: int, folder: Path, fsdp: bool) -> None:
     """Trains, then resumes in the middle."""
+    _, casts_scales = blocks("docs/finetuning.md", "Several GPUs")
     env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=PROCESSES, MASTER_ADDR="localhost", MASTER_PORT=0)
     with patch.dict(os.environ, {name: str(value) for name, value in env.items()}):
         config = dict(transformer_layer_cls_to_wrap=["Qwen3MoeDecoderLayer"], auto_wrap_policy="TRANSFORMER_BASED_WRAP")
@@ -89,7 +90,9 @@ def check_trainer(rank: int, folder: Path, fsdp: bool) -> None:
         losses = []
         for resumed in (None, str(folder / "out" / f"checkpoint-{STEPS // 2}")):
             dataset = [{"input_ids": t, "labels": t} for t in tokens[:4].repeat(16, 1)]
-            trainer = transformers.Trainer(adapted(folder), options, train_dataset=dataset)
+            model = adapted(folder)
+            exec(casts_scales, {"model": model, "torch": torch})
+            trainer = transformers.Trainer(model, options, train_dataset=dataset)
             trainer.train(resume_from_checkpoint=resumed)
             losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
             kinds = {type(p) for p in trainer.model.parameters() if p.requires_grad}

@@ -81,6 +81,7 @@ def as_with_gpu() -> Iterator[None]:
 
 def loss(model: nn.Module) -> Tensor:
     tokens = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(next(model.parameters()).device)
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
