@@ -426,10 +426,11 @@ class MoE(nn.Module):
         given |= {name: t for name, t in zip(("topk_ids", "topk_scores"), given_slots, strict=True) if t is not None}
         for name, t in given.items():
             require(isinstance(t, Tensor), f"MoE: {name} must be a tensor, got {type(t).__name__}")
-            got = t.shape if name == "mask" else t.shape[:-1]
-            text = f"MoE: {name} must have the leading sizes of x, {tuple(x.shape[:-1])}, got {tuple(t.shape)}"
-            require(got == x.shape[:-1], text)
-            given[name] = t.reshape(len(tokens), *t.shape[len(got) :])
+            slots = () if name == "mask" else t.shape[-1:]
+            if t.shape != (*x.shape[:-1], *slots):
+                wanted = [*x.shape[:-1], *(["top_k"] if name != "mask" else [])]
+                fail("MoE", f"{name} must have shape [{', '.join(map(str, wanted))}], got {list(t.shape)}")
+            given[name] = t.reshape(tokens.shape[0], *slots)
         routing = self.gate(tokens, **given)
         text = "MoE: router must return a Routing (topk_ids, topk_scores, loss), got"
         require(all(hasattr(routing, field) for field in Routing._fields), f"{text} {type(routing).__name__}")

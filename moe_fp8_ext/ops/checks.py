@@ -37,12 +37,16 @@ def fail(op: str, text: str) -> NoReturn:
     raise RuntimeError(f"{op}: {text}")
 
 
-def require(ok: bool | torch.SymBool, message: str) -> None:
-    """Raises `message`, which begins with the op, unless ok."""
+def require(ok: bool | torch.SymBool, message: str | Callable[[], str]) -> None:
+    """Raises `message`, which begins with the op, unless ok.
+
+    message: a function where torch.compile traces a check of sizes, because a size in a text becomes a constant.
+    """
+    text = message if callable(message) else lambda: message
     if isinstance(ok, torch.SymBool):  # a condition on symbolic sizes: the graph keeps it and checks it at run time
-        _torch.check_symbolic(ok, lambda: message)
+        _torch.check_symbolic(ok, text)
     elif not ok:
-        raise RuntimeError(message)
+        raise RuntimeError(text())
 
 
 def either(names: Sequence[object]) -> str:
@@ -246,7 +250,8 @@ def check_contiguous(op: str, arg: str, x: Tensor) -> None:
 
 
 def check_dim(op: str, arg: str, x: Tensor, dim: int, size: int) -> None:
-    require(x.shape[dim] == size, f"{op}: {arg} must have size {size} in dimension {dim}, got {x.shape[dim]}")
+    got = x.shape[dim]
+    require(got == size, lambda: f"{op}: {arg} must have size {size} in dimension {dim}, got {got}")
 
 
 def check_shape(op: str, arg: str, x: Tensor, shape: Sequence[int]) -> None:
@@ -326,8 +331,9 @@ def check_scale_of_tokens(
     squares = format.squares(k)
     text = f"{op}: {arg} must have size {k}, or {squares} of squares, in dimension {row_dim}, got {got_rows}"
     require(got_rows in (k, squares), text)
-    text = f"{op}: {arg} must have at least {blocks} blocks in dimension {block_dim}, got {got_blocks}"
-    require(got_blocks >= blocks, text)
+    enough = got_blocks >= blocks
+    if isinstance(enough, bool):  # a symbolic number is checked when the op runs: no solver proves it for all sizes
+        require(enough, f"{op}: {arg} must have at least {blocks} blocks in dimension {block_dim}, got {got_blocks}")
     check_size(op, arg, got_blocks, "blocks")
 
 

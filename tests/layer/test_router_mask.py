@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_same, check_compiled
 from torch import Tensor, nn
 
 from moe_fp8_ext import Experts, MoE, Router
@@ -146,6 +146,35 @@ def test_compiled():
     assert_same(torch.compile(made, backend="eager", fullgraph=True)(*args), made(*args))
 
 
+def given(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Arguments of a layer: tokens, a mask, and given ids and scores."""
+    ids = torch.rand(tokens, E).topk(TOP_K).indices
+    return torch.randn(tokens, D), torch.rand(tokens) > 0.3, ids, torch.rand(tokens, TOP_K)
+
+
+@pytest.mark.parametrize("names", [["mask"], ["topk_ids"], ["mask", "topk_ids", "topk_scores"]], ids=" ".join)
+@pytest.mark.parametrize("layer", [router(balance_loss=0.1), MoE(router(), Experts(E, D, F))], ids=["Router", "MoE"])
+def test_compiled_for_any_number_of_tokens(layer, names):
+    """A size that a check writes into its text would become a constant of the graph."""
+    calls = []
+    for count in (T, 33, 70):
+        x, *more = given(count)
+        calls.append(
+            [x, *[t for name, t in zip(("mask", "topk_ids", "topk_scores"), more, strict=True) if name in names]]
+        )
+    check_compiled(lambda x, *t: layer(x, **dict(zip(names, t, strict=True))), calls, "cpu", range(1 + len(names)))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_with_any_number_of_tokens(strict):
+    layer, dims = MoE(router(), Experts(E, D, F, recipe="blockwise")).eval(), {0: torch.export.Dim("tokens", min=2)}
+    with torch.no_grad():
+        program = torch.export.export(layer, given(T), dynamic_shapes=[dims] * 4, strict=strict)
+        for count in (3, 70):
+            args = given(count)
+            assert_same(program.module()(*args), layer(*args))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -175,12 +204,12 @@ def test_given_ids_of_padding_may_be_any():
 
 def test_errors_of_a_layer():
     layer = MoE(router(), Experts(E, D, F))
-    text = r"^MoE: mask must have the leading sizes of x, \(2, 20\), got \(40,\)$"
+    text = r"^MoE: mask must have shape \[2, 20\], got \[40\]$"
     with pytest.raises(RuntimeError, match=text):
         layer(torch.zeros(2, 20, D), torch.ones(T).bool())
     with pytest.raises(RuntimeError, match="^MoE: mask must be a tensor, got list$"):
         layer(torch.zeros(T, D), [True] * T)
-    text = r"^MoE: topk_ids must have the leading sizes of x, \(2, 20\), got \(40, 3\)$"
+    text = r"^MoE: topk_ids must have shape \[2, 20, top_k\], got \[40, 3\]$"
     with pytest.raises(RuntimeError, match=text):
         layer(torch.zeros(2, 20, D), topk_ids=torch.zeros(T, TOP_K).long())
 
