@@ -40,7 +40,7 @@ GroupBias check_bias(Name arg, const Tensor& bias, const Tensor& x, const Tensor
 ActivateBackwardParams check_gradients(const char* op, const Tensor& grad, const Tensor& h, std::string_view activation,
                                        const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
                                        const std::optional<Tensor>& indices, bool interleaved) {
-  check_dtypes({op, "h"}, h_scale ? Dtypes::kFp8 : Dtypes::kInput, h);
+  check_dtypes({op, "h"}, h_scale ? Dtypes::kFp8 : Dtypes::kInput, h.dtype);
   if (!h_scale) check_dtype_of_like({op, "grad"}, grad, h);
   ActivateBackwardParams p = {};
   p.activation = check_activation(op, activation);

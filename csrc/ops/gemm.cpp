@@ -96,8 +96,7 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
   Product product =
       check_product(kOp, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding, indices, top_k);
   const int32_t dtype = out_dtype.value_or(kBFloat16);
-  if (dtype != kBFloat16 && dtype != kFloat32)
-    fail(kOp, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
+  check_dtypes({kOp, "out_dtype"}, Dtypes::kProduct, dtype);
   product.p.out_float32 = dtype == kFloat32;
   if (out_transposed && !product.p.k_grouped)
     fail(kOp, ": out_transposed must be False with b of 3 dimensions, got True");

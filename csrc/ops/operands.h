@@ -63,7 +63,7 @@ inline OperandScales scales_of_tokens(Name arg, const Tensor& scale, const Forma
     }
     return s;
   }
-  check_dtype(arg, scale, scale_dtype(f.scale_type));
+  check_dtype(arg, scale.dtype, scale_dtype(f.scale_type));
   check_dims(arg, scale, 2, 2);
   const int row_dim = transposed ? 1 : 0, block_dim = 1 - row_dim;
   const int64_t squares = scales_of_columns(f, K, Amax::kSquare), rows = scale.sizes[row_dim];
