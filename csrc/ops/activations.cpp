@@ -31,8 +31,7 @@ GateRows gates_of(const char* op, const Tensor& h, InType in, Activation activat
 // The checked bias of the rows of x, by the groups that end at offs.
 GroupBias check_bias(Name arg, const Tensor& bias, const Tensor& x, const Tensor& offs) {
   check_dtype_of_like(arg, bias, x);
-  const int64_t sizes[] = {offs.sizes[0], x.sizes[1]};
-  check_sizes(arg, bias, sizes, 2);
+  check_sizes(arg, bias, {offs.sizes[0], x.sizes[1]});
   return {bias.data, ints(offs), int(offs.sizes[0])};
 }
 
@@ -47,8 +46,7 @@ ActivateBackwardParams check_gradients(const char* op, const Tensor& grad, const
   p.P = h.sizes[0];
   p.in = in_type(grad);
   p.h = gates_of(op, h, p.in, p.activation, interleaved);
-  const int64_t sizes[] = {p.P, p.h.F};
-  check_sizes({op, "grad"}, grad, sizes, 2);
+  check_sizes({op, "grad"}, grad, {p.P, p.h.F});
   if (scores && !indices) check_size({op, "scores"}, *scores, 0, p.P);
   if (indices) {
     if (!scores) fail(op, ": scores must be given with indices, got None");

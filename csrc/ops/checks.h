@@ -113,6 +113,9 @@ inline void check_sizes(Name arg, const Tensor& t, const int64_t* sizes, int64_t
   check_dims(arg, t, int(dims), int(dims));
   for (int64_t d = 0; d < dims; ++d) check_size(arg, t, d, sizes[d]);
 }
+inline void check_sizes(Name arg, const Tensor& t, std::initializer_list<int64_t> sizes) {
+  check_sizes(arg, t, sizes.begin(), int64_t(sizes.size()));
+}
 // Scales of a format and shape. They must be contiguous, unless the format's scales are column-major.
 inline void check_scales(Name arg, const Tensor& t, const Format& f, const int64_t* sizes, int64_t dims) {
   check_dtype(arg, t.dtype, scale_dtype(f.scale_type));

@@ -31,8 +31,7 @@ Results<3> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
   if (top_k < 1 || top_k > eligible)
     fail(kChoose, ": top_k must be from 1 to the ", eligible, " experts of a choice, got ", top_k);
   if (given_ids) {
-    check_size({kChoose, "given_ids"}, *given_ids, 0, T);
-    check_size({kChoose, "given_ids"}, *given_ids, 1, top_k);
+    check_sizes({kChoose, "given_ids"}, *given_ids, {T, top_k});
     validate_ids({kChoose, "given_ids"}, *given_ids, E);
   }
   const SlotIds given =

@@ -70,8 +70,7 @@ Results<1> unswizzle_scales_op(const Tensor& blocked, int64_t rows, int64_t cols
     check_size({kUnswizzle, "blocked"}, blocked, 1, padded_scale_rows(rows) * padded_scale_columns(cols));
   } else {
     const BlockedExtent extent = blocked_extent(layout.groups, E, rows, cols);
-    check_size({kUnswizzle, "blocked"}, blocked, 0, extent.rows);
-    check_size({kUnswizzle, "blocked"}, blocked, 1, extent.columns);
+    check_sizes({kUnswizzle, "blocked"}, blocked, {extent.rows, extent.columns});
   }
   const Call call(kUnswizzle, "blocked", blocked);
   Handle scale = layout.experts ? call.empty({E, rows, cols}, blocked.dtype) : call.empty({rows, cols}, blocked.dtype);
