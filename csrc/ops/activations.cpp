@@ -51,7 +51,6 @@ ActivateBackwardParams check_gradients(const char* op, const Tensor& grad, const
   if (indices) {
     if (!scores) fail(op, ": scores must be given with indices, got None");
     p.slots = check_indices(op, *indices, scores->sizes[0], 1);
-    p.slots.at = ints(*indices);
     check_size({op, "indices"}, *indices, 0, p.P);
     validate_distinct({op, "indices"}, *indices);
   }
@@ -134,7 +133,6 @@ Results<1> sum_groups_op(const Tensor& x, const Tensor& offs, const std::optiona
   p.rows = x.sizes[0];
   if (indices) {
     p.index = check_indices(kSumGroups, *indices, x.sizes[0], *top_k);
-    p.index.at = ints(*indices);
     p.rows = indices->sizes[0];
   }
   validate_offs(kSumGroups, offs, p.rows);

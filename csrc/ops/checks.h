@@ -261,7 +261,7 @@ inline RowIndex check_indices(const char* op, const Tensor& indices, int64_t row
   if (top_k > kMaxRows || rows * top_k > kMaxRows)
     fail(op, ": top_k must give at most ", kMaxRows, " slots to ", rows, " rows, got ", top_k);
   validate_range({op, "indices"}, indices, rows * top_k, "slots");
-  return RowIndex(indices.as<int>(), rows, top_k);
+  return RowIndex(ints(indices), rows, top_k);
 }
 
 }  // namespace moe_fp8

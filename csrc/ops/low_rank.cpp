@@ -16,9 +16,7 @@ SortedRows check_rows(const char* op, const Tensor& x, const std::optional<Tenso
                       std::optional<int64_t> top_k) {
   check_both_or_none(op, "indices", indices.has_value(), "top_k", top_k.has_value());
   if (!indices) return {{}, x.sizes[0], x.sizes[0]};
-  SortedRows rows = {check_indices(op, *indices, x.sizes[0], *top_k), indices->sizes[0], x.sizes[0] * *top_k};
-  rows.source.at = ints(*indices);
-  return rows;
+  return {check_indices(op, *indices, x.sizes[0], *top_k), indices->sizes[0], x.sizes[0] * *top_k};
 }
 
 // x [T, W] in bfloat16, or in FP8 with the scales and the format of `quantize_rows`.
