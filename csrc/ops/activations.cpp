@@ -128,27 +128,14 @@ Results<1> add_bias_op(const Tensor& x, const Tensor& bias, const Tensor& offs) 
 
 Results<1> sum_groups_op(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& scores,
                          const std::optional<Tensor>& indices, std::optional<int64_t> top_k) {
-  check_both_or_none(kSumGroups, "indices", indices.has_value(), "top_k", top_k.has_value());
-  SumGroupsParams p = {x.data};
-  p.rows = x.sizes[0];
-  if (indices) {
-    p.index = check_indices(kSumGroups, *indices, x.sizes[0], *top_k);
-    p.rows = indices->sizes[0];
-  }
-  validate_offs(kSumGroups, offs, p.rows);
-  if (scores) {
-    check_size({kSumGroups, "scores"}, *scores, 0, indices ? x.sizes[0] * *top_k : p.rows);
-    p.scores = scores->as<float>();
-  }
+  const SortedRows rows = check_rows(kSumGroups, x, indices, top_k);
+  validate_offs(kSumGroups, offs, rows.count);
+  if (scores) check_size({kSumGroups, "scores"}, *scores, 0, rows.slots);
   const Call call(kSumGroups, "x", x);
-  p.offs = ints(offs);
-  p.E = int(offs.sizes[0]);
-  p.N = x.sizes[1];
-  p.x_stride = x.strides[0];
-  p.in = in_type(x);
-  Handle out = call.empty({p.E, p.N}, kFloat32);
-  p.out = data<float>(out);
-  run_sum_groups(call, p);
+  const int64_t E = offs.sizes[0], N = x.sizes[1];
+  Handle out = call.empty({E, N}, kFloat32);
+  run_sum_groups(call, {x.data, ints(offs), int(E), data<float>(out), nullptr, rows.count, N, x.strides[0], in_type(x),
+                        rows.source, scores ? scores->as<float>() : nullptr});
   return results(out);
 }
 

@@ -264,4 +264,16 @@ inline RowIndex check_indices(const char* op, const Tensor& indices, int64_t row
   return RowIndex(ints(indices), rows, top_k);
 }
 
+// The rows of a call: tokens of x by index, or the rows of x themselves.
+struct SortedRows {
+  RowIndex source;  // source.at is null without indices
+  int64_t count, slots;
+};
+inline SortedRows check_rows(const char* op, const Tensor& x, const std::optional<Tensor>& indices,
+                             std::optional<int64_t> top_k) {
+  check_both_or_none(op, "indices", indices.has_value(), "top_k", top_k.has_value());
+  if (!indices) return {{}, x.sizes[0], x.sizes[0]};
+  return {check_indices(op, *indices, x.sizes[0], *top_k), indices->sizes[0], x.sizes[0] * *top_k};
+}
+
 }  // namespace moe_fp8

@@ -7,18 +7,6 @@ namespace {
 
 constexpr const char *kNarrow = "narrow_tokens", *kOuter = "outer_tokens";
 
-// The rows of a call: tokens of x by index, or the rows of x themselves.
-struct SortedRows {
-  RowIndex source;  // source.at is null without indices
-  int64_t count, slots;
-};
-SortedRows check_rows(const char* op, const Tensor& x, const std::optional<Tensor>& indices,
-                      std::optional<int64_t> top_k) {
-  check_both_or_none(op, "indices", indices.has_value(), "top_k", top_k.has_value());
-  if (!indices) return {{}, x.sizes[0], x.sizes[0]};
-  return {check_indices(op, *indices, x.sizes[0], *top_k), indices->sizes[0], x.sizes[0] * *top_k};
-}
-
 // x [T, W] in bfloat16, or in FP8 with the scales and the format of `quantize_rows`.
 TokenRows check_tokens(const char* op, const Tensor& x, const std::optional<Tensor>& x_scale,
                        std::optional<std::string_view> format) {
