@@ -28,7 +28,7 @@ inline void check_dtype(Name arg, int32_t dtype, int32_t wanted) {
 }
 // Checks the dtype of a tensor, or an option that is a dtype.
 inline void check_dtypes(Name arg, Dtypes dtypes, int32_t dtype) {
-  const auto bytes = [&] { return aoti_torch_dtype_element_size(dtype); };
+  const auto bytes = [&] { return element_size(dtype); };
   switch (dtypes) {
     case Dtypes::kInput: return check_dtype(arg, dtype, is_one_of(kInputDtypes, dtype), "be", kAnInputDtype);
     case Dtypes::kFp8: return check_dtype(arg, dtype, is_one_of(kFp8Dtypes, dtype), "be", kAnFp8Dtype);

@@ -83,7 +83,7 @@ Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::strin
   Handle out = call.empty({P, K}, q.dtype), out_scale = call.empty(scales_along_rows(f, P, K, E), f.scale_type);
   const CopyRowsParams rows = {q.data, data(out), index, P, K, q.strides[0]};
   if (f.order == ScaleOrder::kRowMajor) {  // scales are rows of bytes, as q is
-    const int64_t bytes = scales.row_stride * int64_t(aoti_torch_dtype_element_size(scale.dtype));
+    const int64_t bytes = scales.row_stride * element_size(scale.dtype);
     const CopyRowsParams scale_rows = {scale.data, data(out_scale), index, P, bytes, bytes};
     MOE_FP8_RUN(call, copy_rows, rows);
     MOE_FP8_RUN(call, copy_rows, scale_rows);
