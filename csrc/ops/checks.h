@@ -159,6 +159,10 @@ int check_choice(const char* op, const char* arg, std::string_view name, int cho
   if (format) names += " with format '" + std::string(format->name) + "'";
   fail(op, ": ", arg, " must be ", names, ", got '", name, "'");
 }
+template <size_t n>
+int check_choice(const char* op, const char* arg, std::string_view name, const char* const (&names)[n]) {
+  return check_choice(op, arg, name, int(n), [&](int i) { return names[i]; });
+}
 inline FormatId check_format(const char* op, std::string_view name) {
   return FormatId(check_choice(op, "format", name, kNumFormats, [](int i) { return kFormats[i].name; }));
 }

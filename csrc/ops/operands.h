@@ -8,7 +8,7 @@ namespace moe_fp8 {
 // Whether scales of q are along tokens. q then is a matrix, and has groups.
 inline bool check_along_tokens(const char* op, std::string_view along, const Tensor& q, bool has_offs) {
   constexpr const char* kDirections[] = {"rows", "tokens"};
-  if (check_choice(op, "along", along, 2, [&](int i) { return kDirections[i]; }) == 0) return false;
+  if (check_choice(op, "along", along, kDirections) == 0) return false;
   check_dims({op, "q"}, q, 2, 2);
   if (!has_offs) fail(op, ": offs must be given along tokens, got None");
   return true;
