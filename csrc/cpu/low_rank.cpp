@@ -49,7 +49,7 @@ void narrow_tokens_cpu(const NarrowTokensParams& p) {
   const int64_t width = round_up<int64_t>(p.W, kLanes);  // behind W, floats are zero
   parallel(p.P, p.P * p.R * std::max<int64_t>(p.W / kLanes, 1), [&](int64_t begin, int64_t end) {
     std::vector<float> x(width), m;
-    int64_t e = std::upper_bound(ends.begin(), ends.end(), int(begin)) - ends.begin(), expert = -1;
+    int64_t e = group_of(ends, begin), expert = -1;
     for (int64_t row = begin; row < end; ++row) {
       while (e < p.E && row >= ends[e]) ++e;
       uint16_t* out = p.out + row * p.R;

@@ -18,12 +18,11 @@ class ScaleRows {
   ScaleRows(const int* offs, int64_t E, int64_t rows) : grouped_(offs != nullptr) {
     if (!grouped_) return;
     ends_ = safe_ends(offs, E, rows);
-    int64_t start = 0, scale_start = 0;
-    for (const int end : ends_) {
+    int64_t scale_start = 0;
+    for_each_group(ends_, [&](int64_t, int64_t start, int64_t size) {
       shift_.push_back(scale_start - start);
-      scale_start += padded_scale_rows(end - start);
-      start = end;
-    }
+      scale_start += padded_scale_rows(size);
+    });
   }
   // The row of scales of row r, or -1 if r is in no group. g: the group of the previous call, 0 at first; r never
   // falls.

@@ -67,13 +67,6 @@ void copy_column(const PackTokensParams& p, const MessageColumn& c, int64_t sour
   }
 }
 
-// Calls f(e, first row, size) for each group, given the ends of groups.
-template <class F>
-void for_each_group(const std::vector<int>& ends, F f) {
-  int64_t start = 0;
-  for (size_t e = 0; e < ends.size(); start = ends[e++]) f(e, start, ends[e] - start);
-}
-
 }  // namespace
 
 void sort_tokens_cpu(const SortTokensParams& p) { p.is_int64 ? sort<int64_t>(p) : sort<int>(p); }
@@ -172,7 +165,7 @@ void permute_quantized_cpu(const CopyRowsParams& rows, const PermuteScalesParams
     return;
   }
   int64_t first_line = 0;
-  for_each_group(safe_ends(p.offs, p.E, p.P), [&](size_t, int64_t start, int64_t size) {
+  for_each_group(safe_ends(p.offs, p.E, p.P), [&](int64_t, int64_t start, int64_t size) {
     for (int64_t i = 0; i < size; ++i) move_row(start + i, first_line + i);
     first_line += padded_scale_rows(size);
   });
