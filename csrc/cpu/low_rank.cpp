@@ -84,7 +84,7 @@ void outer_tokens_cpu(const OuterTokensParams& p) {
         const int64_t token = token_of(p.source, row);
         if (token < 0) continue;
         read(token, column, n, x.data());
-        const float score = p.scores ? p.scores[slot_of(p.source, row)] : 1.f;
+        const float score = p.score(row);
         for (int64_t r = 0; r < p.R; ++r) {
           float u = BF16::to_float(p.u[row * p.u_stride + r]);
           if (p.scores) u = BF16::to_float(BF16::from_float(score * u));

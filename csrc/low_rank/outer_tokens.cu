@@ -11,9 +11,6 @@ namespace {
 MOE_DEVICE uint32_t scored(uint32_t u, const float* scores, float score) {
   return scores ? packed<BF16>(score * BF16::to_float(u & 0xffffu), score * BF16::to_float(u >> 16)) : u;
 }
-MOE_DEVICE float score_of(const OuterTokensParams& p, int64_t row) {
-  return p.scores ? p.scores[slot_of(p.source, row)] : 1.f;
-}
 
 #if defined(MOE_MMA_SYNC)
 // ---- mma.sync: a block has 8 pieces of the rows of an expert --------------------------------------------------------
@@ -207,7 +204,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) outer_tokens_any_kernel(MOE_GRID_
       for (int64_t row = begins[e]; row < begins[e + 1]; ++row) {
         const int64_t token = token_of(p.source, row);
         if (token < 0) continue;
-        const uint32_t u = scored(p.u[row * p.u_stride + r], p.scores, score_of(p, row));
+        const uint32_t u = scored(p.u[row * p.u_stride + r], p.scores, p.score(row));
         sum = fmaf(BF16::to_float(u & 0xffffu), element(p.x, token, w), sum);
       }
       if (p.is_float32) static_cast<float*>(p.out)[at * p.W + w] = sum;

@@ -57,6 +57,8 @@ struct OuterTokensParams {
   int64_t P, E, R, W;
   int64_t u_stride;  // elements
   bool is_float32;   // out, else bfloat16
+
+  MOE_HD float score(int64_t row) const { return scores ? scores[slot_of(source, row)] : 1.f; }
 };
 
 // On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
