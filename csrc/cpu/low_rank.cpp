@@ -53,7 +53,7 @@ void narrow_tokens_cpu(const NarrowTokensParams& p) {
     for (int64_t row = begin; row < end; ++row) {
       while (e < p.E && row >= ends[e]) ++e;
       uint16_t* out = p.out + row * p.R;
-      const int64_t token = e < p.E ? token_of(p.source, row) : -1;
+      const int64_t token = e < p.E ? source_row(p.source, row) : -1;
       if (token < 0) {
         std::fill_n(out, p.R, uint16_t(0));
         continue;
@@ -81,7 +81,7 @@ void outer_tokens_cpu(const OuterTokensParams& p) {
       const int64_t e = at / parts, column = at % parts * kColumns, n = std::min(kColumns, p.W - column);
       std::fill(sums.begin(), sums.end(), 0.f);
       for (int64_t row = e > 0 ? ends[e - 1] : 0; row < ends[e]; ++row) {
-        const int64_t token = token_of(p.source, row);
+        const int64_t token = source_row(p.source, row);
         if (token < 0) continue;
         read(token, column, n, x.data());
         const float score = p.score(row);

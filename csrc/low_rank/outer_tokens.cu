@@ -202,7 +202,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) outer_tokens_any_kernel(MOE_GRID_
       float sum = 0;
 #pragma unroll 1
       for (int64_t row = begins[e]; row < begins[e + 1]; ++row) {
-        const int64_t token = token_of(p.source, row);
+        const int64_t token = source_row(p.source, row);
         if (token < 0) continue;
         const uint32_t u = scored(p.u[row * p.u_stride + r], p.scores, p.score(row));
         sum = fmaf(BF16::to_float(u & 0xffffu), element(p.x, token, w), sum);

@@ -14,10 +14,6 @@
 
 namespace moe_fp8 {
 
-// The slot, and the token, of a sorted row, or -1. Without indices, both are the row itself.
-MOE_HD int slot_of(const RowIndex& source, int64_t row) { return source.at ? source.slot(row) : int(row); }
-MOE_HD int64_t token_of(const RowIndex& source, int64_t row) { return source.at ? source.row(row) : row; }
-
 // x: bfloat16, or FP8 with scales in float32, of whole rows or of blocks of kBlock columns. An element of FP8 is its
 // value times its scale, rounded to bfloat16.
 struct TokenRows {

@@ -94,7 +94,7 @@ MOE_DEVICE int64_t first_column(const QuantizedTile& tile) {
 // Finds the rows of x that the rows of a tile are, one row per thread.
 MOE_DEVICE void find_sources(const TilesPlan& p, const QuantizedTile& tile, int (&source)[kBlock]) {
   const int r = threadIdx.y * kLanes + threadIdx.x;
-  if (r < kBlock) source[r] = r >= tile.rows ? -1 : p.index.at ? int(source_row(p, tile.first_row + r)) : r;
+  if (r < kBlock) source[r] = r >= tile.rows ? -1 : p.index.at ? int(source_row(p.index, tile.first_row + r)) : r;
 }
 // Starts the copies of a tile to shared memory; rows and columns that x does not have become zeros.
 template <class T>
