@@ -67,7 +67,7 @@ struct QuantizeParams {
 //   rows in groups the places of blocked scales
 constexpr int kMinShareRows = 64;  // fewest rows of a share, if a team splits a strip
 inline int64_t mailbox_words(const QuantizeParams& p, int rows_of_share) {
-  const int64_t strips = ceil_div<int64_t>(p.K * (p.in == InType::kF32 ? 4 : 2), 128);
+  const int64_t strips = ceil_div<int64_t>(p.K * bytes_of(p.in), 128);
   const int64_t groups = p.weight ? p.E : p.E + 1, rows = p.weight ? p.E * p.rows : p.positions;
   return 32 * strips * (ceil_div<int64_t>(rows, rows_of_share) + groups);
 }
