@@ -22,6 +22,12 @@ struct MaxMagnitude {
 // The float32 bits of magnitude i in a word of such maxima.
 template <class In>
 MOE_DEVICE uint32_t magnitude_bits(uint32_t word, int i) { return as_bits(element<In>(word, i)) & 0x7fffffffu; }
+// The float32 bits of the largest magnitude in it.
+template <class In>
+MOE_DEVICE uint32_t amax_bits(uint32_t word) {
+  const uint32_t lo = magnitude_bits<In>(word, 0), hi = magnitude_bits<In>(word, kPerWord<In> - 1);
+  return lo > hi ? lo : hi;
+}
 // Reduces two words of such maxima to one: {max of a's halves, max of b's halves}.
 template <class In>
 MOE_DEVICE uint32_t max_within(uint32_t a, uint32_t b) {

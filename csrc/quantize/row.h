@@ -44,11 +44,6 @@ template <class In>
 MOE_DEVICE uint32_t max_vec(const Vec16& vec) {
   return max_magnitude<In>(max_magnitude<In>(max_magnitude<In>(vec.w[0], vec.w[1]), vec.w[2]), vec.w[3]);
 }
-template <class In>
-MOE_DEVICE uint32_t amax_bits(uint32_t word) {
-  const uint32_t lo = magnitude_bits<In>(word, 0), hi = magnitude_bits<In>(word, kPerWord<In> - 1);
-  return lo > hi ? lo : hi;
-}
 
 // The threads of a block that share a row: `count` threads, whole waves. The caller is number `rank`.
 // wave_amax: a word of shared memory for each of these waves. It must stay untouched until the next row is finished.

@@ -226,8 +226,7 @@ MOE_DEVICE void make_square_multiplier(const TilesPlan& p, Shared& shared) {
     for (int w = 0; w < T::kWords; ++w)
       amax = max_magnitude<In>(amax, shared.thread_row_amax[i][threadIdx.x * T::kWords + w]);
   amax = reduce_lanes<kLanes>(amax, MaxMagnitude<In>{});
-  const uint32_t lo = magnitude_bits<In>(amax, 0), hi = magnitude_bits<In>(amax, kPerWord<In> - 1);
-  const float m = T::Types::template scale_of<typename T::Scale>(p, lo > hi ? lo : hi).multiplier;
+  const float m = T::Types::template scale_of<typename T::Scale>(p, amax_bits<In>(amax)).multiplier;
   if (threadIdx.x >= kChunkRows) return;
   const int at = threadIdx.y * kChunkRows + threadIdx.x;
   shared.multiplier[0][at] = m;
