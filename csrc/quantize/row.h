@@ -85,7 +85,7 @@ MOE_DEVICE void quantize_row(const QuantizeParams& p, const RowTeam& team, const
     for (int v = rest; kRow == Row::kLong && v < vecs; v += team.count)
       store_cast<T>(p, q, v, v < loaded ? load_vec<T>(p, x, v) : Vec16{}, s.multiplier, cast);
   });
-  if (valid && team.rank == 0) *scale = s.dequant();
+  if (valid && team.rank == 0) *scale = s.stored();
 }
 
 // The same for a row in shared memory. It needs few registers and few threads for its bytes in flight, so that blocks
@@ -110,7 +110,7 @@ MOE_DEVICE void quantize_staged_row(const QuantizeParams& p, const RowTeam& team
 #pragma unroll 4
     for (int v = team.rank; v < vecs; v += team.count) store_cast<T>(p, q, v, vectors[v], s.multiplier, cast);
   });
-  if (team.rank == 0) *scale = s.dequant();
+  if (team.rank == 0) *scale = s.stored();
 }
 
 }  // namespace moe_fp8
