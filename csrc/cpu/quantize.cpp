@@ -42,7 +42,7 @@ template <class In, Fp8Type kOut, class Scale>
 void along_rows(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, bool second) {
   const Format& f = format_of(p.format);
   auto* scale = static_cast<typename Scale::Stored*>(p.scale);
-  const int64_t K = p.K, rows = p.weight ? p.E * p.rows : p.rows, blocks = f.blocks(K);
+  const int64_t K = p.K, rows = rows_of(p), blocks = f.blocks(K);
   if (f.block == 0) {
     return parallel(rows, rows * std::max<int64_t>(K, 1), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -146,7 +146,7 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
                   bool second) {
   const Format& f = format_of(p.format);
   auto* scale_t = static_cast<typename Scale::Stored*>(p.scale_t);
-  const int64_t stride = p.positions, elements = (p.weight ? p.E * p.rows : p.rows) * p.K;
+  const int64_t stride = p.positions, elements = rows_of(p) * p.K;
   std::vector<float> batch_multipliers;
   if (p.has_batch_amax() && p.E) batch_multipliers = scale_batch<In, kOut>(p, row_of, second);
   const int64_t blocks = groups.empty() ? 0 : groups.back().blocks_before + f.blocks(groups.back().rows);
