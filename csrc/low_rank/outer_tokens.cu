@@ -1,7 +1,7 @@
-#include "low_rank/groups_of_rows.h"
 #include "low_rank/policy.h"
 #include "low_rank/token_pieces.h"
 #include "primitives/elements.h"
+#include "primitives/groups.h"
 #include "primitives/wave_rows.h"
 
 namespace moe_fp8 {
