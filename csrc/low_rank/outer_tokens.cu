@@ -23,10 +23,6 @@ MOE_DEVICE uint32_t scored(uint32_t u, const float* scores, float score) {
 constexpr int kOuterThreads = 32 * kOuterWarps, kOuterStep = 16;
 using OuterPartial = float[kOuterWarps][8][4][32];  // sums of each warp, instruction, register and lane
 
-// Joins the low, or the high, halves of two words.
-MOE_DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
-MOE_DEVICE uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
-
 // What a lane needs to load its four rows of a step: their tokens, or -1, and scores.
 struct OuterSlots {
   int token[4];

@@ -32,7 +32,7 @@ MOE_DEVICE uint32_t amax_bits(uint32_t word) {
 template <class In>
 MOE_DEVICE uint32_t max_within(uint32_t a, uint32_t b) {
   static_assert(kPerWord<In> == 2);
-  return max_magnitude<In>((a & 0xffffu) | b << 16, a >> 16 | (b & 0xffff0000u));
+  return max_magnitude<In>(low_halves(a, b), high_halves(a, b));
 }
 
 // Returns the float32 bits of the largest magnitude of row lane * kRows / kLanes, over kLanes neighbouring lanes. Each
