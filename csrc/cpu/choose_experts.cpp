@@ -114,10 +114,7 @@ class Chooser {
 
 void read_given(const ChooseExpertsParams& p, int64_t t, std::vector<int>& chosen) {
   chosen.resize(p.top_k);
-  for (int slot = 0; slot < p.top_k; ++slot) {
-    const int64_t id = p.given_ids.at(t, slot);
-    chosen[slot] = id >= 0 && id < p.E ? int(id) : -1;
-  }
+  for (int slot = 0; slot < p.top_k; ++slot) chosen[slot] = expert_of(p.given_ids.at(t, slot), p.E);
 }
 
 void store_row(const ChooseExpertsBackwardParams& p, int64_t t, const float* dlogits) {
