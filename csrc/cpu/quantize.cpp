@@ -206,12 +206,9 @@ void squares(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, boo
         if (p.along_rows) static_cast<float*>(p.scale)[unit * column_squares + square] = s.stored();
         if (p.along_tokens)
           static_cast<float*>(p.scale_t)[(e * column_squares + square) * row_squares + first / kBlock] = s.stored();
-        for (int64_t r = 0; r < rows && p.along_rows; ++r) {
-          const auto* __restrict x = row_of(e, first + r) + k;
-          uint8_t* __restrict q = p.q + (e * N + first + r) * K + k;
-          if (s.multiplier != s.multiplier) std::memset(q, Fp8<kOut>::kNan, columns);
-          else for (int64_t c = 0; c < columns; ++c) q[c] = cast<In, kOut, ScaleF32>(x[c], s.multiplier);
-        }
+        for (int64_t r = 0; r < rows && p.along_rows; ++r)
+          cast_row<In, kOut, ScaleF32>(row_of(e, first + r) + k, columns, s.multiplier,
+                                       p.q + (e * N + first + r) * K + k);
         float m[kPanel];
         std::fill_n(m, kPanel, s.multiplier);
         for (int64_t c = 0; c < columns && p.along_tokens; c += kPanel)
