@@ -53,7 +53,7 @@ struct ActivateBackwardParams {
   Activation activation;
 
   MOE_HD int64_t num_slots() const { return slots.at ? int64_t(slots.limit) : P; }
-  MOE_HD int slot(int64_t row) const { return slots.at ? slots.slot(row) : int(row); }  // -1: no slot
+  MOE_HD int slot(int64_t row) const { return slot_of(slots, row); }  // -1: no slot
   MOE_HD float score(int64_t row) const {
     if (!slots.at) return scores ? scores[row] : 1.f;
     const int s = slot(row);

@@ -14,7 +14,7 @@ void add_bias_cpu(const AddBiasParams& p) {
     using Bits = typename In::Bits;
     parallel(p.rows, p.rows * p.N, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        const int64_t e = std::upper_bound(ends.begin(), ends.end(), int(r)) - ends.begin();
+        const int64_t e = group_of(ends, r);
         const Bits* x = static_cast<const Bits*>(p.x) + r * p.x_stride;
         const Bits* bias = e < p.bias.E ? static_cast<const Bits*>(p.bias.values) + e * p.N : nullptr;
         Bits* out = static_cast<Bits*>(p.out) + r * p.N;

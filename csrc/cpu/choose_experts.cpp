@@ -41,16 +41,10 @@ float sum_of(const std::vector<int>& chosen, Row& terms, F term) {
 MOE_FMA_CLONES void softmax_terms(const float* logits, int E, float max_logit, float* terms) {
   for (int e = 0; e < E; ++e) terms[e] = softmax_term(logits[e], max_logit);
 }
-MOE_FMA_CLONES void sigmoid_scores(const float* logits, int E, float* score, float* slope) {
+template <Scoring kScoring>
+MOE_FMA_CLONES void score_each(const float* logits, int E, float* score, float* slope) {
   for (int e = 0; e < E; ++e) {
-    const Point s = score_at<Scoring::kSigmoid>(logits[e]);
-    score[e] = s.value;
-    slope[e] = s.slope;
-  }
-}
-MOE_FMA_CLONES void sqrt_softplus_scores(const float* logits, int E, float* score, float* slope) {
-  for (int e = 0; e < E; ++e) {
-    const Point s = score_at<Scoring::kSqrtSoftplus>(logits[e]);
+    const Point s = score_at<kScoring>(logits[e]);
     score[e] = s.value;
     slope[e] = s.slope;
   }
@@ -58,8 +52,9 @@ MOE_FMA_CLONES void sqrt_softplus_scores(const float* logits, int E, float* scor
 
 // The scores of one token. slope: their derivatives, which softmax does not write. Neither is written beyond E.
 void score_row(Scoring scoring, const float* logits, int E, Row& score, Row& slope) {
-  if (scoring == Scoring::kSigmoid) return sigmoid_scores(logits, E, score.data(), slope.data());
-  if (scoring == Scoring::kSqrtSoftplus) return sqrt_softplus_scores(logits, E, score.data(), slope.data());
+  if (scoring == Scoring::kSigmoid) return score_each<Scoring::kSigmoid>(logits, E, score.data(), slope.data());
+  if (scoring == Scoring::kSqrtSoftplus)
+    return score_each<Scoring::kSqrtSoftplus>(logits, E, score.data(), slope.data());
   uint32_t max_key = 0;
   for (int e = 0; e < E; ++e) max_key = std::max(max_key, ordered_key(logits[e]));
   softmax_terms(logits, E, from_ordered_key(max_key), score.data());
@@ -119,10 +114,7 @@ class Chooser {
 
 void read_given(const ChooseExpertsParams& p, int64_t t, std::vector<int>& chosen) {
   chosen.resize(p.top_k);
-  for (int slot = 0; slot < p.top_k; ++slot) {
-    const int64_t id = p.given_ids.at(t, slot);
-    chosen[slot] = id >= 0 && id < p.E ? int(id) : -1;
-  }
+  for (int slot = 0; slot < p.top_k; ++slot) chosen[slot] = expert_of(p.given_ids.at(t, slot), p.E);
 }
 
 void store_row(const ChooseExpertsBackwardParams& p, int64_t t, const float* dlogits) {

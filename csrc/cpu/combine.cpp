@@ -5,6 +5,7 @@
 
 #include "cpu/parallel.h"
 #include "numerics/dispatch.h"
+#include "tokens/invert.h"
 
 namespace moe_fp8 {
 namespace {
@@ -57,9 +58,8 @@ void combine_backward(const CombineBackwardParams& p) {
     });
     return;
   }
-  std::vector<int> slot_of(p.P, -1);
-  for (int64_t slot = 0; slot < slots; ++slot)
-    if (const int64_t row = p.inverse[slot]; is_row(row, p.P)) slot_of[row] = int(slot);  // the last slot of a row
+  std::vector<int> slot_of(p.P);
+  invert_indices_cpu(p.inverse, slots, slot_of.data(), p.P);
   parallel(p.P, p.P * p.K, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       Bits* grad_y = static_cast<Bits*>(p.grad_y) + r * p.K;

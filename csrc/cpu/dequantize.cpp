@@ -32,8 +32,8 @@ void dequantize(const DequantizeParams& p) {
       const int64_t e = i / p.rows, row = i % p.rows;
       int64_t scale_row = row, columns = grouped_columns;
       if (m_grouped) {
-        const size_t g = std::upper_bound(ends.begin(), ends.end(), row) - ends.begin();
-        if (g == ends.size()) columns = 0;
+        const int64_t g = group_of(ends, row);
+        if (g == p.num_groups) columns = 0;
         else scale_row = row - starts[g] + scale_starts[g];
       }
       auto* out = static_cast<typename Out::Bits*>(p.out) + i * p.K;

@@ -49,11 +49,11 @@ void narrow_tokens_cpu(const NarrowTokensParams& p) {
   const int64_t width = round_up<int64_t>(p.W, kLanes);  // behind W, floats are zero
   parallel(p.P, p.P * p.R * std::max<int64_t>(p.W / kLanes, 1), [&](int64_t begin, int64_t end) {
     std::vector<float> x(width), m;
-    int64_t e = std::upper_bound(ends.begin(), ends.end(), int(begin)) - ends.begin(), expert = -1;
+    int64_t e = group_of(ends, begin), expert = -1;
     for (int64_t row = begin; row < end; ++row) {
       while (e < p.E && row >= ends[e]) ++e;
       uint16_t* out = p.out + row * p.R;
-      const int64_t token = e < p.E ? token_of(p.source, row) : -1;
+      const int64_t token = e < p.E ? source_row(p.source, row) : -1;
       if (token < 0) {
         std::fill_n(out, p.R, uint16_t(0));
         continue;
@@ -81,10 +81,10 @@ void outer_tokens_cpu(const OuterTokensParams& p) {
       const int64_t e = at / parts, column = at % parts * kColumns, n = std::min(kColumns, p.W - column);
       std::fill(sums.begin(), sums.end(), 0.f);
       for (int64_t row = e > 0 ? ends[e - 1] : 0; row < ends[e]; ++row) {
-        const int64_t token = token_of(p.source, row);
+        const int64_t token = source_row(p.source, row);
         if (token < 0) continue;
         read(token, column, n, x.data());
-        const float score = p.scores ? p.scores[slot_of(p.source, row)] : 1.f;
+        const float score = p.score(row);
         for (int64_t r = 0; r < p.R; ++r) {
           float u = BF16::to_float(p.u[row * p.u_stride + r]);
           if (p.scores) u = BF16::to_float(BF16::from_float(score * u));

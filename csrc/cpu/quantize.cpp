@@ -18,12 +18,11 @@ class ScaleRows {
   ScaleRows(const int* offs, int64_t E, int64_t rows) : grouped_(offs != nullptr) {
     if (!grouped_) return;
     ends_ = safe_ends(offs, E, rows);
-    int64_t start = 0, scale_start = 0;
-    for (const int end : ends_) {
+    int64_t scale_start = 0;
+    for_each_group(ends_, [&](int64_t, int64_t start, int64_t size) {
       shift_.push_back(scale_start - start);
-      scale_start += padded_scale_rows(end - start);
-      start = end;
-    }
+      scale_start += padded_scale_rows(size);
+    });
   }
   // The row of scales of row r, or -1 if r is in no group. g: the group of the previous call, 0 at first; r never
   // falls.
@@ -43,7 +42,7 @@ template <class In, Fp8Type kOut, class Scale>
 void along_rows(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, bool second) {
   const Format& f = format_of(p.format);
   auto* scale = static_cast<typename Scale::Stored*>(p.scale);
-  const int64_t K = p.K, rows = p.weight ? p.E * p.rows : p.rows, blocks = f.blocks(K);
+  const int64_t K = p.K, rows = rows_of(p), blocks = f.blocks(K);
   if (f.block == 0) {
     return parallel(rows, rows * std::max<int64_t>(K, 1), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -147,7 +146,7 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
                   bool second) {
   const Format& f = format_of(p.format);
   auto* scale_t = static_cast<typename Scale::Stored*>(p.scale_t);
-  const int64_t stride = p.positions, elements = (p.weight ? p.E * p.rows : p.rows) * p.K;
+  const int64_t stride = p.positions, elements = rows_of(p) * p.K;
   std::vector<float> batch_multipliers;
   if (p.has_batch_amax() && p.E) batch_multipliers = scale_batch<In, kOut>(p, row_of, second);
   const int64_t blocks = groups.empty() ? 0 : groups.back().blocks_before + f.blocks(groups.back().rows);
@@ -207,12 +206,9 @@ void squares(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, boo
         if (p.along_rows) static_cast<float*>(p.scale)[unit * column_squares + square] = s.stored();
         if (p.along_tokens)
           static_cast<float*>(p.scale_t)[(e * column_squares + square) * row_squares + first / kBlock] = s.stored();
-        for (int64_t r = 0; r < rows && p.along_rows; ++r) {
-          const auto* __restrict x = row_of(e, first + r) + k;
-          uint8_t* __restrict q = p.q + (e * N + first + r) * K + k;
-          if (s.multiplier != s.multiplier) std::memset(q, Fp8<kOut>::kNan, columns);
-          else for (int64_t c = 0; c < columns; ++c) q[c] = cast<In, kOut, ScaleF32>(x[c], s.multiplier);
-        }
+        for (int64_t r = 0; r < rows && p.along_rows; ++r)
+          cast_row<In, kOut, ScaleF32>(row_of(e, first + r) + k, columns, s.multiplier,
+                                       p.q + (e * N + first + r) * K + k);
         float m[kPanel];
         std::fill_n(m, kPanel, s.multiplier);
         for (int64_t c = 0; c < columns && p.along_tokens; c += kPanel)

@@ -41,14 +41,20 @@ uint8_t cast(typename In::Bits x, float m) {
   return fp8_from_scaled<kOut>(scaled > kMax ? kMax : scaled < -kMax ? -kMax : scaled);
 }
 
+// Casts n elements of a row that share the multiplier m.
+template <class In, Fp8Type kOut, class Scale>
+void cast_row(const typename In::Bits* __restrict x, int64_t n, float m, uint8_t* __restrict q) {
+  if (m != m) std::memset(q, Fp8<kOut>::kNan, n);
+  else for (int64_t k = 0; k < n; ++k) q[k] = cast<In, kOut, Scale>(x[k], m);
+}
+
 // Quantizes n elements of a row that share a scale.
 template <class In, Fp8Type kOut, class Scale>
 Scale quantize_row(const typename In::Bits* __restrict x, int64_t n, bool second, uint8_t* __restrict q) {
   Magnitude<In> amax = 0;
   for (int64_t k = 0; k < n; ++k) amax = std::max(amax, magnitude<In>(x[k]));
   const Scale s = scale_of<In, kOut, Scale>(amax, second);
-  if (s.multiplier != s.multiplier) std::memset(q, Fp8<kOut>::kNan, n);
-  else for (int64_t k = 0; k < n; ++k) q[k] = cast<In, kOut, Scale>(x[k], s.multiplier);
+  cast_row<In, kOut, Scale>(x, n, s.multiplier, q);
   return s;
 }
 

@@ -30,14 +30,13 @@ std::vector<RowBlock> row_blocks(const SwizzleScalesParams& p) {
     return blocks;
   }
   const bool m_grouped = p.groups == Groups::kRows;
-  const std::vector<int> ends = safe_ends(p.offs, p.E, m_grouped ? p.R : p.C);
-  for (int64_t e = 0, start = 0, blocked_start = 0; e < p.E; start = ends[e++]) {
-    const int64_t size = ends[e] - start;
+  int64_t blocked_start = 0;
+  for_each_group(safe_ends(p.offs, p.E, m_grouped ? p.R : p.C), [&](int64_t e, int64_t start, int64_t size) {
     if (p.starts) p.starts[e] = int(blocked_start);
     if (m_grouped) add(start * p.row_stride, blocked_start * extent.columns, size, p.C);
     else add(start, blocked_start * extent.rows, p.R, size);
     blocked_start += m_grouped ? padded_scale_rows(size) : padded_scale_columns(size);
-  }
+  });
   return blocks;
 }
 
@@ -78,14 +77,12 @@ std::vector<ScaleMatrix> scale_matrices(const ExpandScalesParams& p, const Block
     return matrices;
   }
   const bool m_grouped = p.groups == Groups::kRows;
-  int64_t start = 0, blocked_start = 0;
-  for (const int end : safe_ends(p.offs, p.E, m_grouped ? p.R : p.K)) {
-    const int64_t size = end - start;
+  int64_t blocked_start = 0;
+  for_each_group(safe_ends(p.offs, p.E, m_grouped ? p.R : p.K), [&](int64_t, int64_t start, int64_t size) {
     if (m_grouped) matrices.push_back({0, start, size, p.K, 0, blocked_start * extent.columns});
     else matrices.push_back({0, 0, p.R, size, int(blocked_start / kScaleColumns), blocked_start * extent.rows});
     blocked_start += m_grouped ? padded_scale_rows(size) : ceil_div<int64_t>(size, kBlock) * kScaleColumns;
-    start = end;
-  }
+  });
   return matrices;
 }
 

@@ -13,43 +13,6 @@
 namespace moe_fp8 {
 namespace {
 
-template <class Id>
-void sort(const SortTokensParams& p) {
-  const Id* ids = static_cast<const Id*>(p.ids);
-  int* const expert = p.inverse;  // inverse holds the experts of slots, until it gets their positions
-  std::vector<int> next(p.E + 1);
-  for (int64_t slot = 0; slot < p.N; ++slot) {
-    expert[slot] = expert_of(ids[slot / p.top_k * p.row_stride + slot % p.top_k], p.E);
-    ++next[expert[slot] + 1];
-  }
-  next[0] = 0;  // it counted the slots of no expert
-  for (int e = 0; e < p.E; ++e) p.offs[e] = next[e + 1] += next[e];
-  std::fill(p.permutation + next[p.E], p.permutation + p.N, -1);
-  for (int64_t slot = 0; slot < p.N; ++slot) {
-    const int e = expert[slot], position = e < 0 ? -1 : next[e]++;
-    p.inverse[slot] = position;
-    if (position >= 0) p.permutation[position] = int(slot);
-  }
-}
-
-template <class Id>
-void by_rank(const TokensByRankParams& p) {
-  std::fill_n(p.counts, 2 * p.R, 0);
-  std::vector<int> slots(p.R);
-  for (int64_t t = 0; t < p.T; ++t) {
-    std::fill(slots.begin(), slots.end(), 0);
-    for (int64_t j = 0; j < p.top_k; ++j) {
-      const int e = expert_of(static_cast<const Id*>(p.ids)[t * p.row_stride + j], int64_t(p.R) * p.L);
-      if (e >= 0) ++slots[e / p.L];
-    }
-    for (int r = 0; r < p.R; ++r) {
-      p.by_rank[t * p.R + r] = slots[r] ? r : -1;
-      p.counts[2 * r] += slots[r] > 0;
-      p.counts[2 * r + 1] += slots[r];
-    }
-  }
-}
-
 void copy_column(const PackTokensParams& p, const MessageColumn& c, int64_t source, char* row) {
   const char* from = static_cast<const char*>(c.from) + source * c.row_stride;
   const int bytes = bytes_of(c.unit);
@@ -67,18 +30,41 @@ void copy_column(const PackTokensParams& p, const MessageColumn& c, int64_t sour
   }
 }
 
-// Calls f(e, first row, size) for each group, given the ends of groups.
-template <class F>
-void for_each_group(const std::vector<int>& ends, F f) {
-  int64_t start = 0;
-  for (size_t e = 0; e < ends.size(); start = ends[e++]) f(e, start, ends[e] - start);
-}
-
 }  // namespace
 
-void sort_tokens_cpu(const SortTokensParams& p) { p.is_int64 ? sort<int64_t>(p) : sort<int>(p); }
+void sort_tokens_cpu(const SortTokensParams& p) {
+  int* const expert = p.inverse;  // inverse holds the experts of slots, until it gets their positions
+  std::vector<int> next(p.E + 1);
+  for (int64_t slot = 0; slot < p.N; ++slot) {
+    expert[slot] = expert_of(p.ids.at(slot / p.top_k, slot % p.top_k), p.E);
+    ++next[expert[slot] + 1];
+  }
+  next[0] = 0;  // it counted the slots of no expert
+  for (int e = 0; e < p.E; ++e) p.offs[e] = next[e + 1] += next[e];
+  std::fill(p.permutation + next[p.E], p.permutation + p.N, -1);
+  for (int64_t slot = 0; slot < p.N; ++slot) {
+    const int e = expert[slot], position = e < 0 ? -1 : next[e]++;
+    p.inverse[slot] = position;
+    if (position >= 0) p.permutation[position] = int(slot);
+  }
+}
 
-void tokens_by_rank_cpu(const TokensByRankParams& p) { p.is_int64 ? by_rank<int64_t>(p) : by_rank<int>(p); }
+void tokens_by_rank_cpu(const TokensByRankParams& p) {
+  std::fill_n(p.counts, 2 * p.R, 0);
+  std::vector<int> slots(p.R);
+  for (int64_t t = 0; t < p.T; ++t) {
+    std::fill(slots.begin(), slots.end(), 0);
+    for (int64_t j = 0; j < p.top_k; ++j) {
+      const int e = expert_of(p.ids.at(t, j), int64_t(p.R) * p.L);
+      if (e >= 0) ++slots[e / p.L];
+    }
+    for (int r = 0; r < p.R; ++r) {
+      p.by_rank[t * p.R + r] = slots[r] ? r : -1;
+      p.counts[2 * r] += slots[r] > 0;
+      p.counts[2 * r + 1] += slots[r];
+    }
+  }
+}
 
 void permute_indices_cpu(const PermuteIndicesParams& p) {
   const int64_t n = p.R * p.E;
@@ -172,7 +158,7 @@ void permute_quantized_cpu(const CopyRowsParams& rows, const PermuteScalesParams
     return;
   }
   int64_t first_line = 0;
-  for_each_group(safe_ends(p.offs, p.E, p.P), [&](size_t, int64_t start, int64_t size) {
+  for_each_group(safe_ends(p.offs, p.E, p.P), [&](int64_t, int64_t start, int64_t size) {
     for (int64_t i = 0; i < size; ++i) move_row(start + i, first_line + i);
     first_line += padded_scale_rows(size);
   });

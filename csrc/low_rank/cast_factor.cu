@@ -57,8 +57,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kFactorThreads, kFactorBlocks)
 
 int cast_rows(const CastFactorParams& p, void* stream) {
   const FactorDim &x = p.dims[0], &y = p.dims[1], &z = p.dims[2];
-  const int64_t element = p.in == InType::kF32 ? 4 : 2;
-  const uint64_t bits = uint64_t((y.stride | z.stride) * element) | uintptr_t(p.m) | uintptr_t(p.out);
+  const uint64_t bits = uint64_t((y.stride | z.stride) * bytes_of(p.in)) | uintptr_t(p.m) | uintptr_t(p.out);
   const bool vectors = x.stride == 1 && (x.size | x.given) % kFactorVector == 0 && bits % sizeof(Vec16) == 0;
   const int64_t units = x.size * y.size * z.size / (vectors ? kFactorVector : 1);
   const Launch l = {dim3(grid_blocks(ceil_div<int64_t>(units, kFactorThreads), kFactorThreads)), dim3(kFactorThreads),
@@ -160,13 +159,12 @@ int cast_tiles(const CastFactorParams& p, int f, void* stream) {
   const int x_side = log2_of_side(x.size), f_side = log2_of_side(d[f].size);
   const int x_log2 = x_side < kHalf ? x_side : f_side < kHalf ? kFactorTileLog2 - f_side : kHalf;
   const int f_log2 = kFactorTileLog2 - x_log2, side = 1 << (x_log2 < kBanksLog2 ? x_log2 : kBanksLog2);
-  const int element = p.out_type == InType::kF32 ? 4 : 2;
   const FactorTiles tiles = {
       .m = p.m, .out = p.out, .x = x, .f = d[f], .batch = d[3 - f], .f_out = out_strides[f],
       .batch_out = out_strides[3 - f], .scaling = p.scaling, .in = p.in, .out_type = p.out_type, .x_log2 = x_log2,
       .swizzle_left = f_log2 < kBanksLog2 ? kBanksLog2 - f_log2 : 0,
       .swizzle_right = x_log2 < kBanksLog2 ? kBanksLog2 - x_log2 : 0, .swizzle_mask = side - 1,
-      .pairs = x.size % 2 == 0 && uintptr_t(p.out) % (2 * element) == 0};
+      .pairs = x.size % 2 == 0 && uintptr_t(p.out) % (2 * bytes_of(p.out_type)) == 0};
   const int64_t count =
       ceil_div<int64_t>(x.size, 1 << x_log2) * ceil_div<int64_t>(d[f].size, 1 << f_log2) * tiles.batch.size;
   return launch(cast_factor_tiles_kernel, {dim3(grid_blocks(count, kFactorThreads)), dim3(kFactorThreads), stream},
@@ -209,7 +207,7 @@ int cast_factor(const CastFactorParams& p, void* stream) {
     given = d.given == 0 ? 0 : given;
   }
   if (elements == 0) return 0;
-  if (given == 0) return fill_bytes(p.out, 0, size_t(elements) * (p.out_type == InType::kF32 ? 4 : 2), stream);
+  if (given == 0) return fill_bytes(p.out, 0, size_t(elements) * bytes_of(p.out_type), stream);
   const CastFactorParams q = collapsed(p);
   const int fastest = fastest_dim(q.dims);
   return fastest == 0 ? cast_rows(q, stream) : cast_tiles(q, fastest, stream);

@@ -1,7 +1,7 @@
-#include "low_rank/groups_of_rows.h"
 #include "low_rank/policy.h"
 #include "low_rank/token_pieces.h"
 #include "numerics/floats.h"
+#include "primitives/groups.h"
 #include "primitives/row_reduce.h"
 #include "primitives/wave_rows.h"
 
@@ -90,7 +90,7 @@ MOE_DEVICE void store_narrow(const NarrowTokensParams& p, NarrowPartial<kEights>
     float total = 0;
 #pragma unroll
     for (int w = 0; w < kNarrowWarps; ++w) total += partial[w][f][j][d][lane];
-    p.out[row * p.R + r] = token_of(p.source, row) < 0 ? uint16_t(0) : BF16::from_float(total);
+    p.out[row * p.R + r] = source_row(p.source, row) < 0 ? uint16_t(0) : BF16::from_float(total);
   }
 }
 
@@ -112,7 +112,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kNarrowThreads, narrow_blocks(8 * kEights))
 #pragma unroll
     for (int h = 0; h < kHalfRows; ++h) {
       const int64_t row = window + lane / 4 + 8 * h;
-      token[h] = row < stop ? token_of(p.source, row) : -1;
+      token[h] = row < stop ? source_row(p.source, row) : -1;
     }
     int e = GroupTable::find(begins, E - 1, int(window));
 #pragma unroll 1
@@ -166,7 +166,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) narrow_tokens_any_kernel(MOE_GRID
 #pragma unroll 1
   for (int64_t row = first_row(); row < p.P; row += rows_per_grid()) {
     const int e = GroupTable::find(begins, E, int(row));
-    const int64_t token = e < E ? token_of(p.source, row) : -1;
+    const int64_t token = e < E ? source_row(p.source, row) : -1;
 #pragma unroll 1
     for (int64_t r = 0; r < p.R; ++r) {
       float sum = 0;

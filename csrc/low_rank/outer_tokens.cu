@@ -1,7 +1,7 @@
-#include "low_rank/groups_of_rows.h"
 #include "low_rank/policy.h"
 #include "low_rank/token_pieces.h"
 #include "primitives/elements.h"
+#include "primitives/groups.h"
 #include "primitives/wave_rows.h"
 
 namespace moe_fp8 {
@@ -10,9 +10,6 @@ namespace {
 // scores * u, rounded to bfloat16. Null scores are ones.
 MOE_DEVICE uint32_t scored(uint32_t u, const float* scores, float score) {
   return scores ? packed<BF16>(score * BF16::to_float(u & 0xffffu), score * BF16::to_float(u >> 16)) : u;
-}
-MOE_DEVICE float score_of(const OuterTokensParams& p, int64_t row) {
-  return p.scores ? p.scores[slot_of(p.source, row)] : 1.f;
 }
 
 #if defined(MOE_MMA_SYNC)
@@ -25,10 +22,6 @@ MOE_DEVICE float score_of(const OuterTokensParams& p, int64_t row) {
 
 constexpr int kOuterThreads = 32 * kOuterWarps, kOuterStep = 16;
 using OuterPartial = float[kOuterWarps][8][4][32];  // sums of each warp, instruction, register and lane
-
-// Joins the low, or the high, halves of two words.
-MOE_DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
-MOE_DEVICE uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
 
 // What a lane needs to load its four rows of a step: their tokens, or -1, and scores.
 struct OuterSlots {
@@ -205,9 +198,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) outer_tokens_any_kernel(MOE_GRID_
       float sum = 0;
 #pragma unroll 1
       for (int64_t row = begins[e]; row < begins[e + 1]; ++row) {
-        const int64_t token = token_of(p.source, row);
+        const int64_t token = source_row(p.source, row);
         if (token < 0) continue;
-        const uint32_t u = scored(p.u[row * p.u_stride + r], p.scores, score_of(p, row));
+        const uint32_t u = scored(p.u[row * p.u_stride + r], p.scores, p.score(row));
         sum = fmaf(BF16::to_float(u & 0xffffu), element(p.x, token, w), sum);
       }
       if (p.is_float32) static_cast<float*>(p.out)[at * p.W + w] = sum;

@@ -14,10 +14,6 @@
 
 namespace moe_fp8 {
 
-// The slot, and the token, of a sorted row, or -1. Without indices, both are the row itself.
-MOE_HD int slot_of(const RowIndex& source, int64_t row) { return source.at ? source.slot(row) : int(row); }
-MOE_HD int64_t token_of(const RowIndex& source, int64_t row) { return source.at ? source.row(row) : row; }
-
 // x: bfloat16, or FP8 with scales in float32, of whole rows or of blocks of kBlock columns. An element of FP8 is its
 // value times its scale, rounded to bfloat16.
 struct TokenRows {
@@ -57,6 +53,8 @@ struct OuterTokensParams {
   int64_t P, E, R, W;
   int64_t u_stride;  // elements
   bool is_float32;   // out, else bfloat16
+
+  MOE_HD float score(int64_t row) const { return scores ? scores[slot_of(source, row)] : 1.f; }
 };
 
 // On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.

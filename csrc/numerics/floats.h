@@ -6,6 +6,7 @@
 namespace moe_fp8 {
 
 enum class InType : int { kBF16, kF16, kF32 };
+MOE_HD constexpr int bytes_of(InType type) { return type == InType::kF32 ? 4 : 2; }
 enum class Fp8Type : int { kE4M3FN, kE5M2, kE4M3FNUZ, kE5M2FNUZ };
 MOE_HD constexpr bool is_e5m2(Fp8Type type) { return type == Fp8Type::kE5M2 || type == Fp8Type::kE5M2FNUZ; }
 MOE_HD constexpr bool is_fnuz(Fp8Type type) { return type == Fp8Type::kE4M3FNUZ || type == Fp8Type::kE5M2FNUZ; }

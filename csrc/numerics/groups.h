@@ -52,5 +52,8 @@ struct RowIndex {
   }
   MOE_HD int64_t row_of(uint32_t i) const { return int64_t(uint64_t(i) * multiplier >> shift); }  // i < limit
 };
+// The slot, and the row, of place p. Where there is no index, both are p itself.
+MOE_HD int slot_of(const RowIndex& index, int64_t p) { return index.at ? index.slot(p) : int(p); }
+MOE_HD int64_t source_row(const RowIndex& index, int64_t p) { return index.at ? index.row(p) : p; }
 
 }  // namespace moe_fp8

@@ -6,13 +6,12 @@
 namespace moe_fp8 {
 
 // Float scales:  multiplier = RN32(FP8_MAX / max(amax, 1e-12)), its mantissa cleared when pow2;
-//                dequant    = RN32(1 / multiplier);  both are NaN if the block holds a NaN or an Inf.
+//                stored     = RN32(1 / multiplier);  both are NaN if the block holds a NaN or an Inf.
 struct ScaleF32 {
   using Stored = float;
   float multiplier;
 
-  MOE_HD Stored stored() const { return dequant(); }
-  MOE_HD float dequant() const { return multiplier != multiplier ? multiplier : 1.f / multiplier; }
+  MOE_HD Stored stored() const { return multiplier != multiplier ? multiplier : 1.f / multiplier; }
 
   // amax_bits: float32 bits of max |x|.
   template <Fp8Type kType>

@@ -31,8 +31,7 @@ GateRows gates_of(const char* op, const Tensor& h, InType in, Activation activat
 // The checked bias of the rows of x, by the groups that end at offs.
 GroupBias check_bias(Name arg, const Tensor& bias, const Tensor& x, const Tensor& offs) {
   check_dtype_of_like(arg, bias, x);
-  const int64_t sizes[] = {offs.sizes[0], x.sizes[1]};
-  check_sizes(arg, bias, sizes, 2);
+  check_sizes(arg, bias, {offs.sizes[0], x.sizes[1]});
   return {bias.data, ints(offs), int(offs.sizes[0])};
 }
 
@@ -40,20 +39,18 @@ GroupBias check_bias(Name arg, const Tensor& bias, const Tensor& x, const Tensor
 ActivateBackwardParams check_gradients(const char* op, const Tensor& grad, const Tensor& h, std::string_view activation,
                                        const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
                                        const std::optional<Tensor>& indices, bool interleaved) {
-  check_dtypes({op, "h"}, h_scale ? Dtypes::kFp8 : Dtypes::kInput, h);
+  check_dtypes({op, "h"}, h_scale ? Dtypes::kFp8 : Dtypes::kInput, h.dtype);
   if (!h_scale) check_dtype_of_like({op, "grad"}, grad, h);
   ActivateBackwardParams p = {};
   p.activation = check_activation(op, activation);
   p.P = h.sizes[0];
   p.in = in_type(grad);
   p.h = gates_of(op, h, p.in, p.activation, interleaved);
-  const int64_t sizes[] = {p.P, p.h.F};
-  check_sizes({op, "grad"}, grad, sizes, 2);
+  check_sizes({op, "grad"}, grad, {p.P, p.h.F});
   if (scores && !indices) check_size({op, "scores"}, *scores, 0, p.P);
   if (indices) {
     if (!scores) fail(op, ": scores must be given with indices, got None");
     p.slots = check_indices(op, *indices, scores->sizes[0], 1);
-    p.slots.at = ints(*indices);
     check_size({op, "indices"}, *indices, 0, p.P);
     validate_distinct({op, "indices"}, *indices);
   }
@@ -131,28 +128,14 @@ Results<1> add_bias_op(const Tensor& x, const Tensor& bias, const Tensor& offs) 
 
 Results<1> sum_groups_op(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& scores,
                          const std::optional<Tensor>& indices, std::optional<int64_t> top_k) {
-  check_both_or_none(kSumGroups, "indices", indices.has_value(), "top_k", top_k.has_value());
-  SumGroupsParams p = {x.data};
-  p.rows = x.sizes[0];
-  if (indices) {
-    p.index = check_indices(kSumGroups, *indices, x.sizes[0], *top_k);
-    p.index.at = ints(*indices);
-    p.rows = indices->sizes[0];
-  }
-  validate_offs(kSumGroups, offs, p.rows);
-  if (scores) {
-    check_size({kSumGroups, "scores"}, *scores, 0, indices ? x.sizes[0] * *top_k : p.rows);
-    p.scores = scores->as<float>();
-  }
+  const SortedRows rows = check_rows(kSumGroups, x, indices, top_k);
+  validate_offs(kSumGroups, offs, rows.count);
+  if (scores) check_size({kSumGroups, "scores"}, *scores, 0, rows.slots);
   const Call call(kSumGroups, "x", x);
-  p.offs = ints(offs);
-  p.E = int(offs.sizes[0]);
-  p.N = x.sizes[1];
-  p.x_stride = x.strides[0];
-  p.in = in_type(x);
-  Handle out = call.empty({p.E, p.N}, kFloat32);
-  p.out = data<float>(out);
-  run_sum_groups(call, p);
+  const int64_t E = offs.sizes[0], N = x.sizes[1];
+  Handle out = call.empty({E, N}, kFloat32);
+  run_sum_groups(call, {x.data, ints(offs), int(E), data<float>(out), nullptr, rows.count, N, x.strides[0], in_type(x),
+                        rows.source, scores ? scores->as<float>() : nullptr});
   return results(out);
 }
 

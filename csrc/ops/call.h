@@ -80,7 +80,7 @@ class Call {
   }
 
   Handle empty(const int64_t* sizes, int64_t dim, int32_t dtype) const {
-    const int64_t numel = product(sizes, dim), element = int64_t(aoti_torch_dtype_element_size(dtype));
+    const int64_t numel = product(sizes, dim), element = element_size(dtype);
     if (numel > INT64_MAX / element) fail_size(sizes, dim, element);
     uint64_t stride = 1;  // as torch: every size counts as at least 1, and an empty tensor may wrap around
     int64_t strides[kMaxDims + 1];

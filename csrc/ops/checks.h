@@ -20,26 +20,28 @@ bool is_one_of(const int32_t (&dtypes)[n], int32_t dtype) {
 }
 constexpr const char* kAnInputDtype = "bfloat16, float16 or float32";
 constexpr const char* kAnFp8Dtype = "float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz";
-inline void check_dtype(Name arg, const Tensor& t, bool holds, const char* verb, std::string_view wanted) {
-  if (!holds) fail(arg.op, ": ", arg.arg, " must ", verb, " ", wanted, ", got ", dtype_name(t.dtype));
+inline void check_dtype(Name arg, int32_t dtype, bool holds, const char* verb, std::string_view wanted) {
+  if (!holds) fail(arg.op, ": ", arg.arg, " must ", verb, " ", wanted, ", got ", dtype_name(dtype));
 }
-inline void check_dtype(Name arg, const Tensor& t, int32_t wanted) {
-  if (t.dtype != wanted) check_dtype(arg, t, false, "be", dtype_name(wanted).substr(6));
+inline void check_dtype(Name arg, int32_t dtype, int32_t wanted) {
+  if (dtype != wanted) check_dtype(arg, dtype, false, "be", dtype_name(wanted).substr(6));
 }
-inline void check_dtypes(Name arg, Dtypes dtypes, const Tensor& t) {
-  const auto bytes = [&] { return aoti_torch_dtype_element_size(t.dtype); };
+// Checks the dtype of a tensor, or an option that is a dtype.
+inline void check_dtypes(Name arg, Dtypes dtypes, int32_t dtype) {
+  const auto bytes = [&] { return element_size(dtype); };
   switch (dtypes) {
-    case Dtypes::kInput: return check_dtype(arg, t, is_one_of(kInputDtypes, t.dtype), "be", kAnInputDtype);
-    case Dtypes::kFp8: return check_dtype(arg, t, is_one_of(kFp8Dtypes, t.dtype), "be", kAnFp8Dtype);
-    case Dtypes::kFloat32: return check_dtype(arg, t, kFloat32);
-    case Dtypes::kInt32: return check_dtype(arg, t, kInt32);
-    case Dtypes::kInts: return check_dtype(arg, t, t.dtype == kInt32 || t.dtype == kInt64, "be", "int32 or int64");
-    case Dtypes::kByte: return check_dtype(arg, t, bytes() == 1, "have", "a dtype of 1 byte");
+    case Dtypes::kInput: return check_dtype(arg, dtype, is_one_of(kInputDtypes, dtype), "be", kAnInputDtype);
+    case Dtypes::kFp8: return check_dtype(arg, dtype, is_one_of(kFp8Dtypes, dtype), "be", kAnFp8Dtype);
+    case Dtypes::kFloat32: return check_dtype(arg, dtype, kFloat32);
+    case Dtypes::kInt32: return check_dtype(arg, dtype, kInt32);
+    case Dtypes::kInts: return check_dtype(arg, dtype, dtype == kInt32 || dtype == kInt64, "be", "int32 or int64");
+    case Dtypes::kByte: return check_dtype(arg, dtype, bytes() == 1, "have", "a dtype of 1 byte");
     case Dtypes::kMovable:
-      return check_dtype(arg, t, bytes() == 1 || bytes() == 2 || bytes() == 4, "have", "a dtype of 1, 2 or 4 bytes");
+      return check_dtype(arg, dtype, bytes() == 1 || bytes() == 2 || bytes() == 4, "have",
+                         "a dtype of 1, 2 or 4 bytes");
     case Dtypes::kProduct:
-      return check_dtype(arg, t, t.dtype == kBFloat16 || t.dtype == kFloat32, "be", "bfloat16 or float32");
-    case Dtypes::kBFloat16: return check_dtype(arg, t, kBFloat16);
+      return check_dtype(arg, dtype, dtype == kBFloat16 || dtype == kFloat32, "be", "bfloat16 or float32");
+    case Dtypes::kBFloat16: return check_dtype(arg, dtype, kBFloat16);
     case Dtypes::kScale: case Dtypes::kScores: case Dtypes::kGates: case Dtypes::kTokens:
       return;  // depends on other arguments
   }
@@ -70,7 +72,7 @@ inline void check_limit(const char* op, const char* arg, int64_t size, const cha
 }
 inline void check(const Argument& arg, const Tensor& t) {
   if (!t.defined) fail(arg.op, ": ", arg.name, " must be a tensor, got None");
-  check_dtypes(arg, arg.dtypes, t);
+  check_dtypes(arg, arg.dtypes, t.dtype);
   check_dims(arg, t, arg.min_dims, arg.max_dims);
   check_strides(arg, arg.strides, t);
   for (const SizeLimit& limit : arg.limits) {
@@ -111,9 +113,12 @@ inline void check_sizes(Name arg, const Tensor& t, const int64_t* sizes, int64_t
   check_dims(arg, t, int(dims), int(dims));
   for (int64_t d = 0; d < dims; ++d) check_size(arg, t, d, sizes[d]);
 }
+inline void check_sizes(Name arg, const Tensor& t, std::initializer_list<int64_t> sizes) {
+  check_sizes(arg, t, sizes.begin(), int64_t(sizes.size()));
+}
 // Scales of a format and shape. They must be contiguous, unless the format's scales are column-major.
 inline void check_scales(Name arg, const Tensor& t, const Format& f, const int64_t* sizes, int64_t dims) {
-  check_dtype(arg, t, scale_dtype(f.scale_type));
+  check_dtype(arg, t.dtype, scale_dtype(f.scale_type));
   check_sizes(arg, t, sizes, dims);
   if (f.order != ScaleOrder::kColumnMajor) check_strides(arg, Strides::kContiguous, t);
 }
@@ -154,6 +159,10 @@ int check_choice(const char* op, const char* arg, std::string_view name, int cho
   if (format) names += " with format '" + std::string(format->name) + "'";
   fail(op, ": ", arg, " must be ", names, ", got '", name, "'");
 }
+template <size_t n>
+int check_choice(const char* op, const char* arg, std::string_view name, const char* const (&names)[n]) {
+  return check_choice(op, arg, name, int(n), [&](int i) { return names[i]; });
+}
 inline FormatId check_format(const char* op, std::string_view name) {
   return FormatId(check_choice(op, "format", name, kNumFormats, [](int i) { return kFormats[i].name; }));
 }
@@ -164,8 +173,7 @@ inline Rounding check_rounding(const char* op, const Format& f, std::optional<st
 }
 inline Fp8Type check_fp8(const Call& call, const char* op, std::optional<int32_t> dtype, const char* arg = "dtype") {
   if (!dtype) return call.default_fp8();
-  if (!is_one_of(kFp8Dtypes, *dtype))
-    fail(op, ": ", arg, " must be ", kAnFp8Dtype, ", got ", dtype_name(*dtype));
+  check_dtypes({op, arg}, Dtypes::kFp8, *dtype);
   return fp8_type(*dtype);
 }
 inline void check_align(const char* op, int64_t align, int min = 1, int max = kMaxAlign) {
@@ -257,7 +265,19 @@ inline RowIndex check_indices(const char* op, const Tensor& indices, int64_t row
   if (top_k > kMaxRows || rows * top_k > kMaxRows)
     fail(op, ": top_k must give at most ", kMaxRows, " slots to ", rows, " rows, got ", top_k);
   validate_range({op, "indices"}, indices, rows * top_k, "slots");
-  return RowIndex(indices.as<int>(), rows, top_k);
+  return RowIndex(ints(indices), rows, top_k);
+}
+
+// The rows of a call: tokens of x by index, or the rows of x themselves.
+struct SortedRows {
+  RowIndex source;  // source.at is null without indices
+  int64_t count, slots;
+};
+inline SortedRows check_rows(const char* op, const Tensor& x, const std::optional<Tensor>& indices,
+                             std::optional<int64_t> top_k) {
+  check_both_or_none(op, "indices", indices.has_value(), "top_k", top_k.has_value());
+  if (!indices) return {{}, x.sizes[0], x.sizes[0]};
+  return {check_indices(op, *indices, x.sizes[0], *top_k), indices->sizes[0], x.sizes[0] * *top_k};
 }
 
 }  // namespace moe_fp8

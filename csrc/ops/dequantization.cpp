@@ -14,13 +14,10 @@ Results<1> dequantize_op(const Tensor& q, const Tensor& scale, std::string_view 
                          const std::optional<Tensor>& offs, std::optional<int32_t> out_dtype) {
   const FormatId id = check_format(kOp, format);
   const Format& f = format_of(id);
-  const bool along_tokens = is_along_tokens(kOp, along);
-  if (along_tokens) check_dims({kOp, "q"}, q, 2, 2);
-  else if (f.order != ScaleOrder::kRowMajor) check_dims({kOp, "q"}, q, 2, 3);
-  if (along_tokens && !offs) fail(kOp, ": offs must be given along tokens, got None");
-  if (out_dtype && !is_one_of(kInputDtypes, *out_dtype))
-    fail(kOp, ": out_dtype must be ", kAnInputDtype, ", got ", dtype_name(*out_dtype));
+  const bool along_tokens = check_along_tokens(kOp, along, q, offs.has_value());
+  if (!along_tokens && f.order != ScaleOrder::kRowMajor) check_dims({kOp, "q"}, q, 2, 3);
   const int32_t out_type = out_dtype.value_or(kBFloat16);
+  check_dtypes({kOp, "out_dtype"}, Dtypes::kInput, out_type);
 
   DequantizeParams p = {};
   p.type = fp8_type(q);

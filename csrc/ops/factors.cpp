@@ -22,7 +22,7 @@ Results<1> cast_factor_op(const Tensor& m, int64_t rows, int64_t cols, std::stri
   if (of_experts) check_limit(kOp, "m", m.sizes[0], "experts");
   const int64_t experts = num_experts.value_or(of_experts ? m.sizes[0] : 1);
   check_count(kOp, "num_experts", experts);
-  if (!is_one_of(kInputDtypes, dtype)) fail(kOp, ": dtype must be ", kAnInputDtype, ", got ", dtype_name(dtype));
+  check_dtypes({kOp, "dtype"}, Dtypes::kInput, dtype);
 
   const Call call(kOp, "m", m);
   const std::string_view names = of_experts ? "erc" : "rc";

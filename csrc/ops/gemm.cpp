@@ -65,11 +65,9 @@ Product check_product(const char* op, const Tensor& a, const Tensor& b, const Te
 
 // Checks the factors of a low-rank term, low_rank_a [M, R] and low_rank_b [E, R, N].
 LowRankTerm check_low_rank(const ScaledGroupedMmParams& p, const Tensor& a, const Tensor& b) {
-  const Name a_arg = {kOp, "low_rank_a"}, b_arg = {kOp, "low_rank_b"};
   if (p.k_grouped) fail(kOp, ": low_rank_a must be None with b of 2 dimensions, got a tensor");
-  const int64_t of_b[] = {p.E, a.sizes[1], p.N};
-  check_size(a_arg, a, 0, p.M);
-  check_sizes(b_arg, b, of_b, 3);
+  check_size({kOp, "low_rank_a"}, a, 0, p.M);
+  check_sizes({kOp, "low_rank_b"}, b, {p.E, a.sizes[1], p.N});
   return {a.as<uint16_t>(), b.as<uint16_t>(), a.strides[0], b.strides[2], b.strides[0], int(a.sizes[1])};
 }
 
@@ -96,8 +94,7 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
   Product product =
       check_product(kOp, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding, indices, top_k);
   const int32_t dtype = out_dtype.value_or(kBFloat16);
-  if (dtype != kBFloat16 && dtype != kFloat32)
-    fail(kOp, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
+  check_dtypes({kOp, "out_dtype"}, Dtypes::kProduct, dtype);
   product.p.out_float32 = dtype == kFloat32;
   if (out_transposed && !product.p.k_grouped)
     fail(kOp, ": out_transposed must be False with b of 3 dimensions, got True");
@@ -138,8 +135,7 @@ Results<0> add_scaled_grouped_mm_op(const Tensor& total, const Tensor& a, const 
                                     const Tensor& scale_b, std::string_view format, const Tensor& offs, int64_t align,
                                     bool use_fast_accum, std::optional<std::string_view> rounding) {
   Product product = check_product(kAdd, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding);
-  const int64_t sizes[] = {product.p.E, product.p.M, product.p.N};
-  check_sizes({kAdd, "total"}, total, sizes, 3);
+  check_sizes({kAdd, "total"}, total, {product.p.E, product.p.M, product.p.N});
   product.p.out_float32 = total.dtype == kFloat32;
   product.p.accumulate = true;
   product.total = &total;

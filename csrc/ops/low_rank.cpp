@@ -7,25 +7,11 @@ namespace {
 
 constexpr const char *kNarrow = "narrow_tokens", *kOuter = "outer_tokens";
 
-// The rows of a call: tokens of x by index, or the rows of x themselves.
-struct SortedRows {
-  RowIndex source;  // source.at is null without indices
-  int64_t count, slots;
-};
-SortedRows check_rows(const char* op, const Tensor& x, const std::optional<Tensor>& indices,
-                      std::optional<int64_t> top_k) {
-  check_both_or_none(op, "indices", indices.has_value(), "top_k", top_k.has_value());
-  if (!indices) return {{}, x.sizes[0], x.sizes[0]};
-  SortedRows rows = {check_indices(op, *indices, x.sizes[0], *top_k), indices->sizes[0], x.sizes[0] * *top_k};
-  rows.source.at = ints(*indices);
-  return rows;
-}
-
 // x [T, W] in bfloat16, or in FP8 with the scales and the format of `quantize_rows`.
 TokenRows check_tokens(const char* op, const Tensor& x, const std::optional<Tensor>& x_scale,
                        std::optional<std::string_view> format) {
   check_both_or_none(op, "x_scale", x_scale.has_value(), "format", format.has_value());
-  check_dtypes({op, "x"}, x_scale ? Dtypes::kFp8 : Dtypes::kBFloat16, x);
+  check_dtypes({op, "x"}, x_scale ? Dtypes::kFp8 : Dtypes::kBFloat16, x.dtype);
   if (!x_scale) return {x.data, x.strides[0]};
   const Format& f = format_of(FormatId(check_choice(op, "format", *format, 2, [](int i) { return kFormats[i].name; })));
   static_assert(kFormats[0].scale_type == ScaleType::kF32 && kFormats[1].scale_type == ScaleType::kF32);
@@ -65,8 +51,7 @@ Results<1> outer_tokens_op(const Tensor& u, const Tensor& x, const Tensor& offs,
     if (count != rows.slots) fail(kOuter, ": scores must have ", rows.slots, " elements, got ", count);
   }
   const int32_t dtype = out_dtype.value_or(kBFloat16);
-  if (dtype != kBFloat16 && dtype != kFloat32)
-    fail(kOuter, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
+  check_dtypes({kOuter, "out_dtype"}, Dtypes::kProduct, dtype);
   validate_offs(kOuter, offs, P);
   const Call call(kOuter, "u", u);
   Handle out = call.empty({E, R, W}, dtype);

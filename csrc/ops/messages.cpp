@@ -8,9 +8,8 @@ namespace {
 constexpr const char *kPack = "pack_tokens", *kQuantize = "quantize_and_pack";
 
 void add_column(PackTokensParams& p, const Tensor& t, bool ids = false) {
-  const int64_t size = int64_t(aoti_torch_dtype_element_size(t.dtype));
   const bool matrix = t.dim == 2;
-  p.add({t.data, size, t.strides[0], matrix ? t.strides[1] : 1, matrix ? t.sizes[1] : 1, ids});
+  p.add({t.data, element_size(t.dtype), t.strides[0], matrix ? t.strides[1] : 1, matrix ? t.sizes[1] : 1, ids});
 }
 // Checks an optional tensor that has a row for each row of x.
 void check_per_row(Name arg, const std::optional<Tensor>& t, const Tensor& x) {
@@ -46,7 +45,7 @@ void add_quantized(PackTokensParams& p, const QuantizeParams& x) {
   const Format& f = format_of(x.format);
   const ScaleShape scale = scales_along_rows(f, x.rows, x.K, kNoGroups);
   const bool by_column = scale.column_stride >= 0;
-  const int64_t blocks = f.blocks(x.K), size = int64_t(aoti_torch_dtype_element_size(scale_dtype(f.scale_type)));
+  const int64_t blocks = f.blocks(x.K), size = element_size(scale_dtype(f.scale_type));
   p.add({x.q, 1, x.K, 1, x.K});
   p.add({x.scale, size, by_column ? 1 : blocks, by_column ? scale.column_stride : 1, blocks});
 }

@@ -5,9 +5,13 @@
 
 namespace moe_fp8 {
 
-inline bool is_along_tokens(const char* op, std::string_view along) {
+// Whether scales of q are along tokens. q then is a matrix, and has groups.
+inline bool check_along_tokens(const char* op, std::string_view along, const Tensor& q, bool has_offs) {
   constexpr const char* kDirections[] = {"rows", "tokens"};
-  return check_choice(op, "along", along, 2, [&](int i) { return kDirections[i]; }) == 1;
+  if (check_choice(op, "along", along, kDirections) == 0) return false;
+  check_dims({op, "q"}, q, 2, 2);
+  if (!has_offs) fail(op, ": offs must be given along tokens, got None");
+  return true;
 }
 
 inline OperandScales described(const Format& f, const Tensor& scale, int64_t blocks) {
@@ -63,7 +67,7 @@ inline OperandScales scales_of_tokens(Name arg, const Tensor& scale, const Forma
     }
     return s;
   }
-  check_dtype(arg, scale, scale_dtype(f.scale_type));
+  check_dtype(arg, scale.dtype, scale_dtype(f.scale_type));
   check_dims(arg, scale, 2, 2);
   const int row_dim = transposed ? 1 : 0, block_dim = 1 - row_dim;
   const int64_t squares = scales_of_columns(f, K, Amax::kSquare), rows = scale.sizes[row_dim];

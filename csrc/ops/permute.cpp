@@ -22,13 +22,6 @@ void validate_counts(Name arg, const Tensor& counts, int64_t num_tokens) {
     fail(arg.op, ": ", arg.arg, " must sum to at most the ", num_tokens, " tokens, got ", sum);
 }
 
-// inverse [size]: the place of each index, the last one if it stands at several, -1 if it stands nowhere.
-void invert(const Call& call, const Tensor& indices, int* inverse, int64_t size) {
-  const int* at = indices.as<int>();
-  const int64_t count = product(indices.sizes, indices.dim);
-  MOE_FP8_RUN(call, invert_indices, at, count, inverse, size);
-}
-
 }  // namespace
 
 Results<3> permute_indices_op(const Tensor& counts, int64_t num_local_experts, int64_t num_ranks, int64_t num_tokens,
@@ -83,7 +76,7 @@ Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::strin
   Handle out = call.empty({P, K}, q.dtype), out_scale = call.empty(scales_along_rows(f, P, K, E), f.scale_type);
   const CopyRowsParams rows = {q.data, data(out), index, P, K, q.strides[0]};
   if (f.order == ScaleOrder::kRowMajor) {  // scales are rows of bytes, as q is
-    const int64_t bytes = scales.row_stride * int64_t(aoti_torch_dtype_element_size(scale.dtype));
+    const int64_t bytes = scales.row_stride * element_size(scale.dtype);
     const CopyRowsParams scale_rows = {scale.data, data(out_scale), index, P, bytes, bytes};
     MOE_FP8_RUN(call, copy_rows, rows);
     MOE_FP8_RUN(call, copy_rows, scale_rows);
@@ -108,14 +101,15 @@ Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t top_k, i
   const Call call(kUnpermute, "y", y);
   Handle out = call.empty({num_tokens, K}, y.dtype);
   if (K == 0) return results(out);
-  Handle inverse = call.empty({slots}, kInt32);
-  invert(call, indices, data<int>(inverse), slots);
+  const Handle scratch = call.empty({slots}, kInt32);
+  int* const inverse = data<int>(scratch);
+  MOE_FP8_RUN(call, invert_indices, indices.as<int>(), rows, inverse, slots);
   if (top_k == 1) {
-    gather_rows(call, y, out, RowIndex(data<int>(inverse), rows, 1), num_tokens);
+    gather_rows(call, y, out, RowIndex(inverse, rows, 1), num_tokens);
     return results(out);
   }
   // Without scores.
-  const CombineParams p = {y.data, data<int>(inverse), nullptr, data(out), num_tokens, top_k, rows, K, y.strides[0],
+  const CombineParams p = {y.data, inverse, nullptr, data(out), num_tokens, top_k, rows, K, y.strides[0],
                            in_type(y), false};
   MOE_FP8_RUN(call, combine, p);
   return results(out);

@@ -119,7 +119,7 @@ Results<4> quantize_weight_op(const Tensor& w, std::string_view format, std::opt
   p.K = w.sizes[2];
   p.weight = true;
   constexpr const char* kDirections[] = {"both", "rows", "transposed"};
-  check_choice(kWeight, "directions", directions, 3, [&](int i) { return kDirections[i]; });
+  check_choice(kWeight, "directions", directions, kDirections);
   p.along_rows = directions != "transposed";
   p.along_tokens = directions != "rows";
   p.align = f.align;

@@ -1,17 +1,11 @@
 #include "tokens/choose_experts.h"
 
-#include <iterator>
-
 #include "ops/checks.h"
 
 namespace moe_fp8 {
 namespace {
 
 constexpr const char *kChoose = "choose_experts", *kBackward = "choose_experts_backward";
-
-Scoring check_scoring(const char* op, std::string_view name) {
-  return Scoring(check_choice(op, "scoring", name, int(std::size(kScorings)), [](int i) { return kScorings[i]; }));
-}
 
 }  // namespace
 
@@ -21,9 +15,8 @@ Results<3> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
                              const std::optional<Tensor>& given_ids) {
   const int64_t T = logits.sizes[0], E = logits.sizes[1];
   if (bias) check_size({kChoose, "bias"}, *bias, 0, E);
-  const Scoring rule = check_scoring(kChoose, scoring);
-  const auto group_rule = GroupScore(check_choice(kChoose, "group_score", group_score, int(std::size(kGroupScores)),
-                                                  [](int i) { return kGroupScores[i]; }));
+  const auto rule = Scoring(check_choice(kChoose, "scoring", scoring, kScorings));
+  const auto group_rule = GroupScore(check_choice(kChoose, "group_score", group_score, kGroupScores));
   if (num_groups < 1 || E % num_groups)
     fail(kChoose, ": num_groups must divide the ", E, " experts, got ", num_groups);
   check_range(kChoose, "top_groups", top_groups, 1, num_groups);
@@ -31,8 +24,7 @@ Results<3> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
   if (top_k < 1 || top_k > eligible)
     fail(kChoose, ": top_k must be from 1 to the ", eligible, " experts of a choice, got ", top_k);
   if (given_ids) {
-    check_size({kChoose, "given_ids"}, *given_ids, 0, T);
-    check_size({kChoose, "given_ids"}, *given_ids, 1, top_k);
+    check_sizes({kChoose, "given_ids"}, *given_ids, {T, top_k});
     validate_ids({kChoose, "given_ids"}, *given_ids, E);
   }
   const SlotIds given =
@@ -60,7 +52,7 @@ Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, 
     if (!normalize) fail(kBackward, ": normalize must be True with num_experts, got False");
     check_size({kBackward, "logits"}, logits, 1, grad.sizes[1]);
   }
-  const Scoring rule = check_scoring(kBackward, scoring);
+  const auto rule = Scoring(check_choice(kBackward, "scoring", scoring, kScorings));
   if (parts != 1 && parts != 2) fail(kBackward, ": parts must be 1 or 2, got ", parts);
   validate_ids({kBackward, "topk_ids"}, topk_ids, E);
   const Call call(kBackward, "grad", grad);

@@ -7,7 +7,7 @@ namespace moe_fp8 {
 
 // out[p] = row source.row(p) of x, or zeros where source has no row.
 inline void gather_rows(const Call& call, const Tensor& x, const Handle& out, const RowIndex& source, int64_t rows) {
-  const int64_t bytes = int64_t(aoti_torch_dtype_element_size(x.dtype));
+  const int64_t bytes = element_size(x.dtype);
   const CopyRowsParams p = {x.data, data(out), source, rows, x.sizes[1] * bytes, x.strides[0] * bytes};
   MOE_FP8_RUN(call, copy_rows, p);
 }

@@ -70,8 +70,7 @@ Results<1> unswizzle_scales_op(const Tensor& blocked, int64_t rows, int64_t cols
     check_size({kUnswizzle, "blocked"}, blocked, 1, padded_scale_rows(rows) * padded_scale_columns(cols));
   } else {
     const BlockedExtent extent = blocked_extent(layout.groups, E, rows, cols);
-    check_size({kUnswizzle, "blocked"}, blocked, 0, extent.rows);
-    check_size({kUnswizzle, "blocked"}, blocked, 1, extent.columns);
+    check_sizes({kUnswizzle, "blocked"}, blocked, {extent.rows, extent.columns});
   }
   const Call call(kUnswizzle, "blocked", blocked);
   Handle scale = layout.experts ? call.empty({E, rows, cols}, blocked.dtype) : call.empty({rows, cols}, blocked.dtype);
@@ -85,9 +84,7 @@ Results<1> unswizzle_scales_op(const Tensor& blocked, int64_t rows, int64_t cols
 Results<1> expand_scales_op(const Tensor& q, const Tensor& scale, std::string_view along,
                             const std::optional<Tensor>& offs) {
   constexpr const Format &kFrom = format_of(FormatId::kBlockwise), &kTo = format_of(FormatId::kMxfp8);
-  const bool along_tokens = is_along_tokens(kExpand, along), weight = q.dim == 3;
-  if (along_tokens) check_dims({kExpand, "q"}, q, 2, 2);
-  if (along_tokens && !offs) fail(kExpand, ": offs must be given along tokens, got None");
+  const bool along_tokens = check_along_tokens(kExpand, along, q, offs.has_value()), weight = q.dim == 3;
   if (weight && offs) fail(kExpand, ": offs must be None for a weight, got a tensor");
   const int64_t rows = q.sizes[q.dim - 2], K = q.sizes[q.dim - 1];
   ExpandScalesParams p = {{}, nullptr, nullptr, weight ? q.sizes[0] : 1, rows, K, Groups::kNone};

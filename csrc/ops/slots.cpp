@@ -31,8 +31,7 @@ Results<2> combine_backward_op(const Tensor& grad, const std::optional<Tensor>& 
   check_count(kBackward, "num_rows", num_rows);
   if (y) {
     check_dtype_of_like({kBackward, "y"}, *y, grad);
-    const int64_t sizes[] = {P, K};
-    check_sizes({kBackward, "y"}, *y, sizes, 2);
+    check_sizes({kBackward, "y"}, *y, {P, K});
   }
   validate_range({kBackward, "inverse"}, inverse, P, "rows of y");
   if (keep_grad_y) validate_distinct({kBackward, "inverse"}, inverse);

@@ -17,8 +17,9 @@ Results<3> sort_tokens_op(const Tensor& topk_ids, int64_t num_experts) {
   const Call call(kSort, "topk_ids", topk_ids);
   Handle permutation = call.empty({N}, kInt32), offs = call.empty({num_experts}, kInt32);
   Handle inverse = call.empty(topk_ids.sizes, topk_ids.dim, kInt32);
-  SortTokensParams p = {topk_ids.data, data<int>(permutation), data<int>(offs), data<int>(inverse), nullptr, N, top_k,
-                        matrix ? topk_ids.strides[0] : top_k, int(num_experts), topk_ids.dtype == kInt64};
+  SortTokensParams p = {{topk_ids.data, matrix ? topk_ids.strides[0] : top_k, topk_ids.dtype == kInt64},
+                        data<int>(permutation), data<int>(offs), data<int>(inverse), nullptr, N, top_k,
+                        int(num_experts)};
   Handle counts;  // scratch of the kernel
   if constexpr (kGpuBuild) {
     if (call.on_gpu()) p.counts = data<int>(counts = call.empty({sort_tokens_blocks(p.N), p.E}, kInt32));
@@ -38,8 +39,8 @@ Results<2> tokens_by_rank_op(const Tensor& topk_ids, int64_t num_experts, int64_
   validate_ids({kByRank, "topk_ids"}, topk_ids, num_experts);
   const Call call(kByRank, "topk_ids", topk_ids);
   Handle by_rank = call.empty({T, R}, kInt32), counts = call.empty({R, 2}, kInt64);
-  const TokensByRankParams p = {topk_ids.data, data<int>(by_rank), data<int64_t>(counts), T, topk_ids.sizes[1],
-                                topk_ids.strides[0], int(R), int(num_experts / R), topk_ids.dtype == kInt64};
+  const TokensByRankParams p = {{topk_ids.data, topk_ids.strides[0], topk_ids.dtype == kInt64}, data<int>(by_rank),
+                                data<int64_t>(counts), T, topk_ids.sizes[1], int(R), int(num_experts / R)};
   MOE_FP8_RUN(call, tokens_by_rank, p);
   return results(by_rank, counts);
 }

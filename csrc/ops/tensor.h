@@ -44,6 +44,7 @@ inline const int32_t kFp8Dtypes[] = {                                           
     aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2(), aoti_torch_dtype_float8_e4m3fnuz(),
     aoti_torch_dtype_float8_e5m2fnuz()};
 inline int32_t scale_dtype(ScaleType type) { return type == ScaleType::kF32 ? kFloat32 : kE8M0; }
+inline int64_t element_size(int32_t dtype) { return int64_t(aoti_torch_dtype_element_size(dtype)); }
 inline const int32_t kCpu = aoti_torch_device_type_cpu(), kCuda = aoti_torch_device_type_cuda();
 
 // The name that Python prints.

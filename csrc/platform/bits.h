@@ -37,6 +37,9 @@ MOE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   return bytes;
 #endif
 }
+// Joins the low, or the high, halves of two words.
+MOE_DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
+MOE_DEVICE uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
 #endif  // MOE_CUDA || MOE_HIP
 
 }  // namespace moe_fp8

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "platform/compiler.h"
+#include "platform/memory.h"
 
 namespace moe_fp8 {
 
@@ -34,7 +34,7 @@ MOE_DEVICE void cluster_store(uint32_t* shared, uint32_t word, uint32_t rank) {
   asm volatile("{.reg .b32 to;\n"
                "mapa.shared::cluster.u32 to, %0, %2;\n"
                "st.shared::cluster.u32 [to], %1;}"
-               ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(word), "r"(rank) : "memory");
+               ::"r"(shared_address(shared)), "r"(word), "r"(rank) : "memory");
 }
 #elif defined(MOE_SIMT)
 MOE_DEVICE uint32_t cluster_size() { return simt::current->cluster_size(); }
@@ -66,14 +66,14 @@ struct ClusterMailbox {
 MOE_DEVICE void cluster_mailbox_init(ClusterMailbox& mailbox) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;"
-               ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(&mailbox.barrier))) : "memory");
+               ::"r"(shared_address(&mailbox.barrier)) : "memory");
 #endif
 }
 // Called by 32 lanes.
 MOE_DEVICE void cluster_post(ClusterMailbox& mailbox, uint32_t word, int lane) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const uint32_t size = cluster_size(), barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&mailbox.barrier));
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(&mailbox.words[cluster_rank()][lane]));
+  const uint32_t size = cluster_size(), barrier = shared_address(&mailbox.barrier);
+  const uint32_t to = shared_address(&mailbox.words[cluster_rank()][lane]);
   if (lane == 0)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(barrier), "r"(size * 32 * 4) : "memory");
@@ -93,7 +93,7 @@ MOE_DEVICE void cluster_wait(ClusterMailbox& mailbox, uint32_t phase) {
   asm volatile("{.reg .pred done;\n"
                "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra again;}"
-               ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(&mailbox.barrier))), "r"(phase) : "memory");
+               ::"r"(shared_address(&mailbox.barrier)), "r"(phase) : "memory");
 #endif
 }
 

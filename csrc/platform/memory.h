@@ -8,6 +8,11 @@
 
 namespace moe_fp8 {
 
+#if defined(MOE_CUDA)
+// An address of the shared window.
+MOE_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+#endif
+
 struct alignas(16) Vec16 { uint32_t w[4]; };
 struct alignas(8) Vec8 { uint32_t w[2]; };
 
@@ -122,7 +127,7 @@ constexpr bool kHasAsyncCopies = false;
 template <Reuse kReuse = Reuse::kSoon>
 MOE_DEVICE void copy_to_shared(Vec16* shared, const Vec16* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t to = shared_address(shared);
   if constexpr (kReuse == Reuse::kNotBeforeStores)
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
                  ::"r"(to), "l"(global), "l"(kEvictLast) : "memory");
@@ -138,7 +143,7 @@ MOE_DEVICE void copy_to_shared(Vec16* shared, const Vec16* global) {
 // branch, so the compiler may move other instructions between the copies.
 MOE_DEVICE void copy_or_zero(Vec16* shared, const Vec16* global, bool active, bool valid) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t to = shared_address(shared);
   asm volatile("{.reg .pred wanted;\n"
                "setp.ne.s32 wanted, %3, 0;\n"
                "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2;}"

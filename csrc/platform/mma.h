@@ -98,7 +98,7 @@ MOE_DEVICE void load_matrices(uint32_t (&word)[4], uint32_t row) {
                : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "r"(row) : "memory");
 }
 MOE_DEVICE void load_matrices(uint32_t (&word)[4], const Vec16* row) {
-  load_matrices(word, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
+  load_matrices(word, shared_address(row));
 }
 #endif
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "platform/compiler.h"
+#include "platform/memory.h"
 #if defined(MOE_CUDA)
 #include <cuda.h>
 #endif
@@ -14,7 +14,6 @@ namespace moe_fp8 {
 // A barrier completes a phase when it has all arrivals that it was initialized for, and all bytes that arrivals
 // expected. Phases alternate between 0 and 1, beginning with 0. A wait for the phase before the current one returns at
 // once.
-MOE_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 MOE_DEVICE float load_shared(uint32_t address) {
   float f;

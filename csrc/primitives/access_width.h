@@ -39,7 +39,7 @@ struct ElementAccess {
   explicit MOE_HD ElementAccess(InType type) : type(type) {}
 
   MOE_DEVICE void* address(const void* p, int64_t at) const {
-    return static_cast<uint8_t*>(const_cast<void*>(p)) + at * (type == InType::kF32 ? 4 : 2);
+    return static_cast<uint8_t*>(const_cast<void*>(p)) + at * bytes_of(type);
   }
   MOE_DEVICE uint32_t load(const void* from, int64_t at) const { return load_bits(from, type, at); }
   MOE_DEVICE uint32_t load_once(const void* from, int64_t at) const { return load_bits(from, type, at); }

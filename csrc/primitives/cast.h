@@ -22,11 +22,17 @@ struct MaxMagnitude {
 // The float32 bits of magnitude i in a word of such maxima.
 template <class In>
 MOE_DEVICE uint32_t magnitude_bits(uint32_t word, int i) { return as_bits(element<In>(word, i)) & 0x7fffffffu; }
+// The float32 bits of the largest magnitude in it.
+template <class In>
+MOE_DEVICE uint32_t amax_bits(uint32_t word) {
+  const uint32_t lo = magnitude_bits<In>(word, 0), hi = magnitude_bits<In>(word, kPerWord<In> - 1);
+  return lo > hi ? lo : hi;
+}
 // Reduces two words of such maxima to one: {max of a's halves, max of b's halves}.
 template <class In>
 MOE_DEVICE uint32_t max_within(uint32_t a, uint32_t b) {
   static_assert(kPerWord<In> == 2);
-  return max_magnitude<In>((a & 0xffffu) | b << 16, a >> 16 | (b & 0xffff0000u));
+  return max_magnitude<In>(low_halves(a, b), high_halves(a, b));
 }
 
 // Returns the float32 bits of the largest magnitude of row lane * kRows / kLanes, over kLanes neighbouring lanes. Each

@@ -66,6 +66,13 @@ MOE_DEVICE void clamp_and_scan_offs(int* ends, const int* offs, int E, int limit
   block_scan(ends, E, Max{});
 }
 
+// begins [E + 1]: the first row of each group, and the end of the last. Called by the whole block, which is
+// one-dimensional; ends with a barrier.
+MOE_DEVICE void find_begins(int* begins, const int* offs, int E, int rows) {
+  if (threadIdx.x == 0) begins[0] = 0;
+  clamp_and_scan_offs(begins + 1, offs, E, rows, 1);
+}
+
 // Fills the table. offs [E] may hold anything; group ends are rounded down to `multiple`. positions: the extent of the
 // padded layout. Called by the whole block; ends with a barrier.
 MOE_DEVICE void build_group_table(const GroupTable& table, const int* offs, int E, int rows, int positions, int align,

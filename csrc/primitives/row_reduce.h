@@ -6,7 +6,6 @@
 //   neighbouring lanes, n rows     reduce_scatter_lanes<kLanes>(rows, f)      kLanes / n of them, for each row
 //   several waves                  row_reduce(v, rank, threads, partials, f)  all threads
 //   several waves, n rows          reduce_scatter_lanes, then reduce_waves    kLanes / n of each wave, for each row
-//   values in shared memory        combine_partials<kStride>(p, count, f)     the caller
 //
 // f is a functor of functional.h, or MaxMagnitude of cast.h. The order in which values are combined is fixed: it
 // depends on the template arguments and on the number of waves alone. Lane masks are below kLanes, so rows of 32
@@ -50,7 +49,7 @@ MOE_DEVICE T reduce_lanes(T v, int lanes, Combine combine) {
 // it keeps one half of its values, and sends the other half to the lane that keeps that one. So n results cost n - 1
 // shuffles and log2(kLanes / n) more, instead of n log2(kLanes). n is a power of two, at most kLanes.
 //
-// Lane l gets result scattered_index<kLanes, n, kOrder>(l), of 8 lanes and 4 values:
+// Which result a lane gets, of 8 lanes and 4 values:
 //
 //   lane          0  1  2  3  4  5  6  7
 //   kFarFirst     0  0  1  1  2  2  3  3
@@ -75,14 +74,6 @@ MOE_DEVICE T reduce_scatter_lanes(const T (&values)[n], int lane, Combine combin
   static_assert(std::is_same_v<decltype(combine(values[0], values[0])), T>, "the functor would convert the values");
   return reduce_scatter_step<kOrder == LaneOrder::kNearFirst ? 1 : kLanes / 2, kLanes, kOrder>(values, lane, combine);
 }
-template <int kLanes, int n, LaneOrder kOrder = LaneOrder::kFarFirst>
-MOE_DEVICE int scattered_index(int lane) {
-  if constexpr (kOrder == LaneOrder::kFarFirst) return lane % kLanes * n / kLanes;
-  int index = 0;
-#pragma unroll
-  for (int bit = 1; bit < n; bit *= 2) index = 2 * index + lane / bit % 2;
-  return index;
-}
 
 // Reduce-scatter of sums, neighbours first. Lane l gets the sum of value reduce_scatter_sum_index<n>(l).
 template <int kLanes = kWarpSize, int n>
@@ -90,14 +81,11 @@ MOE_DEVICE float reduce_scatter_sum(const float (&values)[n]) {
   return reduce_scatter_lanes<kLanes, LaneOrder::kNearFirst>(values, threadIdx.x, SumF32{});
 }
 template <int n>
-MOE_DEVICE int reduce_scatter_sum_index(int lane) { return scattered_index<kWarpSize, n, LaneOrder::kNearFirst>(lane); }
-
-// Combines `count` values of memory that are kStride apart, in order.
-template <int kStride = 1, class T, class Combine>
-MOE_DEVICE T combine_partials(const T* partials, int count, Combine combine) {
-  T v = partials[0];
-  for (int i = 1; i < count; ++i) v = combine(v, partials[i * kStride]);
-  return v;
+MOE_DEVICE int reduce_scatter_sum_index(int lane) {
+  int index = 0;
+#pragma unroll
+  for (int bit = 1; bit < n; bit *= 2) index = 2 * index + lane / bit % 2;
+  return index;
 }
 
 // Combines the results of a row's waves: v of the lane with the same number. The lanes with `writes` store it to
@@ -108,7 +96,9 @@ MOE_DEVICE T reduce_waves(T v, bool writes, T* partials, int wave, int waves, Co
   if (waves == 1) return v;
   if (writes) partials[wave * kStride] = v;
   __syncthreads();
-  return combine_partials<kStride>(partials, waves, combine);
+  v = partials[0];
+  for (int i = 1; i < waves; ++i) v = combine(v, partials[i * kStride]);
+  return v;
 }
 
 // Combines v over the `threads` threads of a row, whole waves of the block, of which the caller is number `rank`.

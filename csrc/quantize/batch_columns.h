@@ -53,7 +53,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSourceThreads, 1) find_sources_kernel(MOE_GRI
   for (int64_t at = thread; at < p.positions; at += threads) {
     const int e = GroupTable::find(groups.pos, E, int(at)), i = int(at) - groups.pos[e];
     const bool has_row = e < E && i < groups.rows(e);
-    const int source = has_row ? int(source_row(p, groups.row[e] + i)) : -1;
+    const int source = has_row ? int(source_row(p.index, groups.row[e] + i)) : -1;
     p.source[at] = source;
     if (source >= 0) p.is_used[source] = 1;
   }

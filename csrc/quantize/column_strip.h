@@ -92,7 +92,7 @@ struct RowWalk<T, Source::kByIndex> {  // a null row is a row of zeros
   MOE_DEVICE RowBits<T> next(int r) const { return at(looked_up(r)); }
   MOE_DEVICE int looked_up(int r) const {
     // Vectorized kernels know that there is an index: behind a branch, loads would be issued one by one.
-    return int(T::Types::kVectorized ? p.index.row(w.x + r) : source_row(p, w.x + r));
+    return int(T::Types::kVectorized ? p.index.row(w.x + r) : source_row(p.index, w.x + r));
   }
   MOE_DEVICE RowBits<T> at(int source) const {
     return source < 0 ? nullptr : find_element<typename T::Types>(p, column + source * p.row_stride);

@@ -4,8 +4,6 @@
 
 namespace moe_fp8 {
 
-inline int64_t row_bytes(const QuantizeParams& p) { return p.K * (p.in == InType::kF32 ? 4 : 2); }
-inline int64_t rows_of(const QuantizeParams& p) { return p.weight ? p.E * p.rows : p.rows; }
 inline int64_t average_rows(const QuantizeParams& p) { return p.weight ? p.rows : p.E ? p.rows / p.E : 0; }
 
 // Whether the vectorized kernels take an operand: the chip casts to its fp8 format, and rows of x and q are whole

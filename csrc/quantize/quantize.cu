@@ -67,7 +67,7 @@ int place_rows(const QuantizeParams& p, void* stream) {
 
 bool can_vectorize_rows(const QuantizeParams& p) {
   const bool native = is_fnuz(p.out) == device().native_fnuz;
-  const int n = p.in == InType::kF32 ? 4 : 8;
+  const int n = 16 / bytes_of(p.in);
   const bool strides = p.row_stride % n == 0 && (!p.weight || p.group_stride % n == 0);
   const bool one_row = !p.index.at && p.rows == 1 && (!p.weight || p.E == 1);
   return native && reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.K % n == 0 && (strides || one_row);

@@ -60,6 +60,8 @@ struct QuantizeParams {
   MOE_HD bool has_batch_amax() const { return amax == Amax::kBatch; }
   MOE_HD bool has_square_amax() const { return amax == Amax::kSquare; }
 };
+inline int64_t row_bytes(const QuantizeParams& p) { return p.K * bytes_of(p.in); }
+MOE_HD int64_t rows_of(const QuantizeParams& p) { return p.weight ? p.E * p.rows : p.rows; }  // of all experts
 
 // Scratch memory that quantize() needs on a GPU, in words:
 //   columns        the throttle of the two kernels, then a mailbox of 32 words for each share of a strip
@@ -67,7 +69,7 @@ struct QuantizeParams {
 //   rows in groups the places of blocked scales
 constexpr int kMinShareRows = 64;  // fewest rows of a share, if a team splits a strip
 inline int64_t mailbox_words(const QuantizeParams& p, int rows_of_share) {
-  const int64_t strips = ceil_div<int64_t>(p.K * (p.in == InType::kF32 ? 4 : 2), 128);
+  const int64_t strips = ceil_div<int64_t>(row_bytes(p), 128);
   const int64_t groups = p.weight ? p.E : p.E + 1, rows = p.weight ? p.E * p.rows : p.positions;
   return 32 * strips * (ceil_div<int64_t>(rows, rows_of_share) + groups);
 }

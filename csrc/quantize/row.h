@@ -44,11 +44,6 @@ template <class In>
 MOE_DEVICE uint32_t max_vec(const Vec16& vec) {
   return max_magnitude<In>(max_magnitude<In>(max_magnitude<In>(vec.w[0], vec.w[1]), vec.w[2]), vec.w[3]);
 }
-template <class In>
-MOE_DEVICE uint32_t amax_bits(uint32_t word) {
-  const uint32_t lo = magnitude_bits<In>(word, 0), hi = magnitude_bits<In>(word, kPerWord<In> - 1);
-  return lo > hi ? lo : hi;
-}
 
 // The threads of a block that share a row: `count` threads, whole waves. The caller is number `rank`.
 // wave_amax: a word of shared memory for each of these waves. It must stay untouched until the next row is finished.
@@ -90,7 +85,7 @@ MOE_DEVICE void quantize_row(const QuantizeParams& p, const RowTeam& team, const
     for (int v = rest; kRow == Row::kLong && v < vecs; v += team.count)
       store_cast<T>(p, q, v, v < loaded ? load_vec<T>(p, x, v) : Vec16{}, s.multiplier, cast);
   });
-  if (valid && team.rank == 0) *scale = s.dequant();
+  if (valid && team.rank == 0) *scale = s.stored();
 }
 
 // The same for a row in shared memory. It needs few registers and few threads for its bytes in flight, so that blocks
@@ -115,7 +110,7 @@ MOE_DEVICE void quantize_staged_row(const QuantizeParams& p, const RowTeam& team
 #pragma unroll 4
     for (int v = team.rank; v < vecs; v += team.count) store_cast<T>(p, q, v, vectors[v], s.multiplier, cast);
   });
-  if (team.rank == 0) *scale = s.dequant();
+  if (team.rank == 0) *scale = s.stored();
 }
 
 }  // namespace moe_fp8

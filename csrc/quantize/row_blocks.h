@@ -32,7 +32,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, kResidentRowBlocks<T>)
   uint32_t amax[kLaneGroupRows] = {};
 #pragma unroll
   for (int r = 0; r < kLaneGroupRows; ++r) {
-    const int64_t row = map.row(r), source = row >= p.rows ? -1 : source_row(p, row);
+    const int64_t row = map.row(r), source = row >= p.rows ? -1 : source_row(p.index, row);
     const auto* x = find_element<T>(p, source * p.row_stride);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i)

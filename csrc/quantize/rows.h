@@ -46,7 +46,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(threads_bound(kVecs, kRow), blocks_bound(kVecs
   const QuantizeParams& p = plan.p;
   const RowTeam team = {int(threadIdx.x), int(blockDim.x), wave_amax + threadIdx.y * (blockDim.x / kWarpSize)};
   const int64_t row = plan.first + int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool valid = row < (p.weight ? p.E * p.rows : p.rows);
+  const bool valid = row < rows_of(p);
   wait_for_previous_kernel();
   const auto* x = find_row<T>(p, valid ? row : 0);
   quantize_row<T, kVecs, kRow>(p, team, x, valid, x == nullptr, p.q + row * p.K, row_scales(p).at(row, 0));

@@ -9,9 +9,6 @@ namespace moe_fp8 {
 
 enum class Source { kInPlace, kByIndex };
 
-// The row of x that becomes row `row`, or -1 for a row of zeros.
-MOE_DEVICE int64_t source_row(const QuantizeParams& p, int64_t row) { return p.index.at ? p.index.row(row) : row; }
-
 // The sinks of formats with one scale per row and per column of a group.
 MOE_DEVICE WholeRowSink row_scales(const QuantizeParams& p) { return {p.scale, p.rows}; }
 MOE_DEVICE WholeRowSink column_scales(const QuantizeParams& p) { return {p.scale_t, p.K}; }

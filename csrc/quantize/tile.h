@@ -94,7 +94,7 @@ MOE_DEVICE int64_t first_column(const QuantizedTile& tile) {
 // Finds the rows of x that the rows of a tile are, one row per thread.
 MOE_DEVICE void find_sources(const TilesPlan& p, const QuantizedTile& tile, int (&source)[kBlock]) {
   const int r = threadIdx.y * kLanes + threadIdx.x;
-  if (r < kBlock) source[r] = r >= tile.rows ? -1 : p.index.at ? int(source_row(p, tile.first_row + r)) : r;
+  if (r < kBlock) source[r] = r >= tile.rows ? -1 : p.index.at ? int(source_row(p.index, tile.first_row + r)) : r;
 }
 // Starts the copies of a tile to shared memory; rows and columns that x does not have become zeros.
 template <class T>
@@ -226,8 +226,7 @@ MOE_DEVICE void make_square_multiplier(const TilesPlan& p, Shared& shared) {
     for (int w = 0; w < T::kWords; ++w)
       amax = max_magnitude<In>(amax, shared.thread_row_amax[i][threadIdx.x * T::kWords + w]);
   amax = reduce_lanes<kLanes>(amax, MaxMagnitude<In>{});
-  const uint32_t lo = magnitude_bits<In>(amax, 0), hi = magnitude_bits<In>(amax, kPerWord<In> - 1);
-  const float m = T::Types::template scale_of<typename T::Scale>(p, lo > hi ? lo : hi).multiplier;
+  const float m = T::Types::template scale_of<typename T::Scale>(p, amax_bits<In>(amax)).multiplier;
   if (threadIdx.x >= kChunkRows) return;
   const int at = threadIdx.y * kChunkRows + threadIdx.x;
   shared.multiplier[0][at] = m;

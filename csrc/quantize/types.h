@@ -53,7 +53,7 @@ struct Generic {
   static constexpr int kVec = 4;
 
   static MOE_DEVICE const Bits* advance(const QuantizeParams& p, const Bits* x, int64_t elements) {
-    return x + (p.in == InType::kF32 ? 4 : 2) * elements;
+    return x + bytes_of(p.in) * elements;
   }
   // The float32 bits of element i, counted from x.
   static MOE_DEVICE uint32_t element_bits(const QuantizeParams& p, const Bits* x, int i) {

@@ -27,20 +27,9 @@
 #include <cstdint>
 
 #include "numerics/choice.h"
+#include "tokens/slot_ids.h"
 
 namespace moe_fp8 {
-
-// Ids [T, top_k], int32 or int64, or null.
-struct SlotIds {
-  const void* ids;
-  int64_t stride;
-  bool is_int64;
-
-  MOE_HD int64_t at(int64_t token, int64_t slot) const {
-    const int64_t i = token * stride + slot;
-    return is_int64 ? static_cast<const int64_t*>(ids)[i] : static_cast<const int*>(ids)[i];
-  }
-};
 
 struct ChooseExpertsParams {
   const float* logits;

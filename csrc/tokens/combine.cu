@@ -25,8 +25,6 @@ BlockShape shape_for(int64_t vecs) {
   return {splits, threads, splits == 1 ? kCombineThreads / threads : 1};
 }
 
-MOE_HD int bytes_of(InType in) { return in == InType::kF32 ? 4 : 2; }
-
 // ---- access to rows, and to the scores that weight them -------------------------------------------------------------
 template <class In>
 struct SlotVectorAccess : VectorAccess<In> {

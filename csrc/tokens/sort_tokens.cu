@@ -30,16 +30,16 @@ MOE_DEVICE SlotRange slots_of_block(const SortPlan& p) {
 template <class Id>
 MOE_DEVICE void load_experts(const SortPlan& p, const SlotRange& s, int64_t first, int lanes,
                              int (&expert)[kSortSlots]) {
-  const Id* ids = static_cast<const Id*>(p.ids);
+  const Id* ids = static_cast<const Id*>(p.ids.ids);
   Id id[kSortSlots];
-  if (p.row_stride == p.top_k) {
+  if (p.ids.stride == p.top_k) {
 #pragma unroll
     for (int i = 0; i < kSortSlots; ++i) id[i] = first + i * lanes < s.end ? ids[first + i * lanes] : Id(-1);
   } else {
 #pragma unroll
     for (int i = 0; i < kSortSlots; ++i) {
       const int64_t slot = first + i * lanes, row = slot / p.top_k;
-      id[i] = slot < s.end ? ids[row * p.row_stride + slot - row * p.top_k] : Id(-1);
+      id[i] = slot < s.end ? ids[row * p.ids.stride + slot - row * p.top_k] : Id(-1);
     }
   }
 #pragma unroll
@@ -53,7 +53,7 @@ MOE_DEVICE void for_each_slot(const SortPlan& p, const SlotRange& s, int lane, i
   for (int64_t begin = s.begin; begin < s.end; begin += kSortSlots * lanes) {
     const int64_t first = begin + lane;
     int expert[kSortSlots];
-    if (p.is_int64) load_experts<int64_t>(p, s, first, lanes, expert);
+    if (p.ids.is_int64) load_experts<int64_t>(p, s, first, lanes, expert);
     else load_experts<int>(p, s, first, lanes, expert);
 #pragma unroll
     for (int i = 0; i < kSortSlots; ++i) f(first + i * lanes, expert[i]);

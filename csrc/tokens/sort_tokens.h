@@ -4,27 +4,23 @@
 // offs [E]:        the exclusive end of every expert's slots in permutation
 // inverse [N]:     the place of every slot in permutation; -1 if its id is not in [0, E): a dropped slot
 //
-// Slot s is element (s / top_k, s % top_k) of ids; rows of ids are row_stride elements apart. E is at most kMaxExperts.
+// Slot s is element (s / top_k, s % top_k) of ids. E is at most kMaxExperts.
 #pragma once
 #include <cstdint>
 
-#include "platform/compiler.h"
+#include "tokens/slot_ids.h"
 
 namespace moe_fp8 {
 
 struct SortTokensParams {
-  const void* ids;  // int32, or int64
+  SlotIds ids;
   int* permutation;
   int* offs;
   int* inverse;
   int* counts;      // scratch: [sort_tokens_blocks(N), E]
-  int64_t N, top_k, row_stride;
+  int64_t N, top_k;
   int E;
-  bool is_int64;
 };
-
-template <class Id>
-MOE_HD int expert_of(Id id, int64_t E) { return id >= 0 && id < E ? int(id) : -1; }  // -1: no expert
 
 // Blocks that share N slots on the current device.
 int64_t sort_tokens_blocks(int64_t N);

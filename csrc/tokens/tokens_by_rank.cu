@@ -7,15 +7,11 @@
 namespace moe_fp8 {
 namespace {
 
-MOE_DEVICE int64_t id_at(const TokensByRankParams& p, int64_t i) {
-  return p.is_int64 ? static_cast<const int64_t*>(p.ids)[i] : static_cast<const int*>(p.ids)[i];
-}
-
 MOE_DEVICE int slots_of(const TokensByRankParams& p, int64_t token, int rank) {
   const uint64_t first = uint64_t(rank) * p.L;
   int slots = 0;
   for (int64_t j = 0; j < p.top_k; ++j)  // an id below `first` wraps around, and is too large
-    slots += uint64_t(id_at(p, token * p.row_stride + j)) - first < uint64_t(p.L);
+    slots += uint64_t(p.ids.at(token, j)) - first < uint64_t(p.L);
   return slots;
 }
 

@@ -4,21 +4,20 @@
 // by_rank [T, R]:    by_rank[t, r] = r if n(t, r) > 0, else -1: the ids that sort_tokens sorts by rank
 // counts [R, 2]:     counts[r] = sum_t (n(t, r) > 0 ? 1 : 0), the rows for rank r, and sum_t n(t, r), their slots
 //
-// Rows of ids are row_stride elements apart. T * top_k and T * R are below 2^31; R is at most kMaxExperts.
+// T * top_k and T * R are below 2^31; R is at most kMaxExperts.
 #pragma once
 #include <cstdint>
 
-#include "platform/compiler.h"
+#include "tokens/slot_ids.h"
 
 namespace moe_fp8 {
 
 struct TokensByRankParams {
-  const void* ids;  // int32, or int64
+  SlotIds ids;
   int* by_rank;
   int64_t* counts;
-  int64_t T, top_k, row_stride;
+  int64_t T, top_k;
   int R, L;
-  bool is_int64;
 };
 
 int tokens_by_rank(const TokensByRankParams& p, void* stream);

@@ -132,7 +132,7 @@ template <class T, class Scale, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlocksTeam, kCastsInHardware ? kRowBlocksResident : 1)
     quantize_gradient_row_blocks_kernel(MOE_GRID_CONSTANT const GradientRowBlocksPlan p) {
   wait_for_previous_kernel();
-  const int waves = (p.vecs + kWarpSize - 1) / kWarpSize;
+  const int waves = ceil_div(p.vecs, kWarpSize);
   const int64_t wave = int64_t(blockIdx.x) * (kRowBlocksTeam / kWarpSize) + threadIdx.x / kWarpSize;
   with_gradients<Activations>(p, [&](auto type) {
     quantize_gradient_rows<T, Scale, typename decltype(type)::Type>(p, int(wave / waves),

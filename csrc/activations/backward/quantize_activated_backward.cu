@@ -46,7 +46,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kGradientPlaceThreads, 1)
     const QuantizeParams& to = is_a ? p.quantize_a : p.quantize_dh;
     const ScaleF32 s = GradientTypes::scale_of<ScaleF32>(to, amax);
     const int64_t stored_column = is_a ? f : p.gradients.h.interleaved ? 2 * f + output : column;
-    static_cast<float*>(to.scale_t)[e * to.K + stored_column] = s.dequant();
+    static_cast<float*>(to.scale_t)[e * to.K + stored_column] = s.stored();
     p.multipliers[i] = s.multiplier;
   }
   if (!p.dots) return;

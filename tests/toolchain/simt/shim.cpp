@@ -294,13 +294,13 @@ extern "C" int64_t simt_sort_tokens_blocks(int64_t N) { return sort_tokens_block
 
 extern "C" const char* simt_sort_tokens(const void* ids, bool is_int64, int64_t N, int64_t top_k, int64_t row_stride,
                                         int E, int* permutation, int* offs, int* inverse, int* counts) {
-  const SortTokensParams p = {ids, permutation, offs, inverse, counts, N, top_k, row_stride, E, is_int64};
+  const SortTokensParams p = {{ids, row_stride, is_int64}, permutation, offs, inverse, counts, N, top_k, E};
   return outcome(sort_tokens(p, nullptr));
 }
 
 extern "C" const char* simt_tokens_by_rank(const void* ids, bool is_int64, int64_t T, int64_t top_k, int64_t row_stride,
                                            int R, int L, int* by_rank, int64_t* counts) {
-  const TokensByRankParams p = {ids, by_rank, counts, T, top_k, row_stride, R, L, is_int64};
+  const TokensByRankParams p = {{ids, row_stride, is_int64}, by_rank, counts, T, top_k, R, L};
   return outcome(tokens_by_rank(p, nullptr));
 }
 
