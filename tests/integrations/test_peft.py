@@ -527,6 +527,20 @@ def test_a_graph_may_end_before_experts() -> None:
     assert not [name for name in vars(experts) if name.startswith(integration._HANDED)]
 
 
+@pytest.mark.parametrize("where", ["experts", "inner wrapper"])
+def test_a_graph_may_begin_behind_a_wrapper(where: str) -> None:
+    """Adapters that an eager forward hands over are taken by a graph, also after adapters have changed."""
+    torch._dynamo.reset()
+    ours, call = converted(), calls()
+    experts = next(module for module in ours.modules() if "is_transposed" in vars(module))
+    want = results(ours, *call)
+    (experts if where == "experts" else ours.experts.base_layer).compile(backend="eager")
+    assert_same(results(ours, *call), want)
+    drawn(ours, seed=2)
+    assert not torch.equal(ours(*call), want["out"])
+    assert not [name for name in vars(experts) if name.startswith(integration._HANDED)]
+
+
 # ---- Mistakes --------------------------------------------------------------------------------------------------------
 
 
