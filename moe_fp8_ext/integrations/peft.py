@@ -75,7 +75,8 @@ def weight(module: nn.Module, name: str) -> Tensor:
     is_fp8 = original.dtype.itemsize == 1
     require(not is_fp8, f"moe_fp8: adapters of {name} in FP8 must be handed over as factors: {text}")
     if _are_factors(changes):
-        return original
+        # To torch, every call of PEFT writes the weight. `data` has its own version, so backward may read it later.
+        return original if original.requires_grad else original.data
     _warn_of_merged(type(of_peft[0]).__name__ if len(changes) == 1 else "several parametrizations")
     return getattr(module, name)
 

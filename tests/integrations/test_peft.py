@@ -485,6 +485,20 @@ def test_gradient_checkpointing() -> None:
     assert_same(gradients(model), want)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_between_forward_and_backward(way: str) -> None:
+    """To torch, a parametrization of PEFT writes the weight that backward of the first call reads."""
+    model, call = WAYS[way]("qwen3_moe"), calls()
+    want = results(model, *call)
+
+    @torch.no_grad()
+    def between(*_: object) -> None:
+        model(*call)
+
+    model.register_full_backward_pre_hook(between)
+    assert_same(results(model, *call), want)
+
+
 def test_threads_that_call_the_same_experts() -> None:
     """Each call takes its own adapters, also if the other call's were handed over in between."""
     model, call = converted(), calls()
