@@ -33,14 +33,26 @@ def _place() -> str:
     return _HANDED if torch.compiler.is_compiling() else f"{_HANDED}_{threading.get_ident()}"
 
 
+def _places(module: nn.Module) -> list[str]:
+    """The attributes from which a call of experts takes adapters.
+
+    A graph may end between a wrapper and its experts, for example at a hook. Then only one of the two is traced.
+    """
+    if not torch.compiler.is_compiling():
+        return [_place(), _HANDED]
+    of_threads = [name for name in vars(module) if name.startswith(f"{_HANDED}_")]
+    return [_HANDED, *of_threads] if len(of_threads) == 1 else [_HANDED]  # of several threads, it may be any
+
+
 def adapter(module: nn.Module, name: str) -> LoRA | None:
     """Returns the adapter that PEFT adds to a weight of experts in this call. `weight` returns the bare weight."""
-    handed = vars(module).get(_place(), {}).pop(name, None)
-    if handed is None:  # a graph that ended before the experts may have handed it over
-        handed = vars(module).get(_HANDED, {}).pop(name, None)
+    for place in _places(module):
+        handed = vars(module).get(place, {}).pop(name, None)
+        if handed is not None:
+            return handed
     changes = _changes(module, name)
-    if handed is not None or not _are_factors(changes):
-        return handed
+    if not _are_factors(changes):
+        return None
     lhs, rhs, scaling = changes[0].lhs, changes[0].rhs, changes[0].scaling
     a, b = (lhs.mT, rhs.mT) if module.is_transposed else (rhs, lhs)
     return LoRA(a, b, scaling)
@@ -63,7 +75,8 @@ def weight(module: nn.Module, name: str) -> Tensor:
     is_fp8 = original.dtype.itemsize == 1
     require(not is_fp8, f"moe_fp8: adapters of {name} in FP8 must be handed over as factors: {text}")
     if _are_factors(changes):
-        return original
+        # To torch, every call of PEFT writes the weight. `data` has its own version, so backward may read it later.
+        return original if original.requires_grad else original.data
     _warn_of_merged(type(of_peft[0]).__name__ if len(changes) == 1 else "several parametrizations")
     return getattr(module, name)
 

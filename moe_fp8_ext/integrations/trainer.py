@@ -6,7 +6,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -19,7 +19,43 @@ from moe_fp8_ext.training.flops import count_torch_products
 from moe_fp8_ext.training.stats import stats
 
 
-class StatsCallback(TrainerCallback):
+class _StepCallback(TrainerCallback):
+    """A callback that runs `training_step` of a Trainer inside a context: forward and backward of a micro-batch."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._replaced_step = ExitStack()  # closing it gives the Trainer its training_step back
+
+    def _context(self) -> AbstractContextManager:
+        raise NotImplementedError
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        _warn_without_experts(self.trainer.model)
+        self._replaced_step.close()
+
+    def on_train_end(self, *_: object, **__: object) -> None:
+        self._replaced_step.close()
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        """Replaces `training_step` of the Trainer for its next call.
+
+        Trainer tells callbacks nothing of a training that raises. So the call itself takes back what was replaced.
+        """
+        self._replaced_step.close()
+        training_step = self.trainer.training_step
+
+        @functools.wraps(training_step)
+        def within(*args: object, **kwargs: object) -> Tensor:
+            self._replaced_step.close()
+            with self._context():
+                return training_step(*args, **kwargs)
+
+        self._replaced_step.enter_context(_replaced(self.trainer, "training_step", within))
+
+    on_substep_end = on_step_begin
+
+
+class StatsCallback(_StepCallback):
     """Measures a Trainer's model with `moe_fp8_ext.stats`, and logs the worst value of all layers after each sample.
 
         trainer.add_callback(StatsCallback(trainer, every=100))
@@ -28,7 +64,8 @@ class StatsCallback(TrainerCallback):
     `sqnr`, `product_sqnr` and `limit`, and the largest value of all other statistics. `trainer.state.log_history` and
     every report then have them too. `callback.stats` has the values of single layers. With a writer, TensorBoard has
     them as well. A step is an optimizer step. With gradient accumulation, its last micro-batch is measured. Each rank
-    measures its own tokens, and Trainer reports the values of rank 0.
+    measures its own tokens, and Trainer reports the values of rank 0. Statistics are on within `training_step` alone,
+    so they are off after a training that raised.
 
     Args:
         trainer: the Trainer whose model is measured.
@@ -45,12 +82,11 @@ class StatsCallback(TrainerCallback):
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             text = "an object with add_scalar(name, number, step), such as TensorBoard's SummaryWriter"
             raise TypeError(f"StatsCallback: writer must be {text}, got {type(writer).__name__}")
-        self.trainer, self.writer = trainer, writer
-        self.stats = stats(trainer.model, every)
+        super().__init__(trainer)
+        self.writer, self.stats = writer, stats(trainer.model, every)
 
-    def on_train_begin(self, *_: object, **__: object) -> None:
-        _warn_without_experts(self.trainer.model)
-        self.stats.start()
+    def _context(self) -> AbstractContextManager:
+        return self.stats
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **__: object) -> None:
         was_sampled = self.stats.sampled == self.stats.steps
@@ -61,11 +97,8 @@ class StatsCallback(TrainerCallback):
         if self.writer is not None:
             self.stats.write(self.writer, state.global_step)
 
-    def on_train_end(self, *_: object, **__: object) -> None:
-        self.stats.stop()
 
-
-class SpeedCallback(TrainerCallback):
+class SpeedCallback(_StepCallback):
     """Logs the speed and the peak memory of a Trainer's training.
 
         trainer.add_callback(SpeedCallback(trainer, every=10))
@@ -103,14 +136,13 @@ class SpeedCallback(TrainerCallback):
             check_number("SpeedCallback", "peak_flops", peak_flops)
             text = f"SpeedCallback: peak_flops must be over 0, got {peak_flops}; without it, no speed/mfu is logged"
             require(peak_flops > 0, text)
-        self.trainer, self.every, self.peak_flops = trainer, every, peak_flops
+        super().__init__(trainer)
+        self.every, self.peak_flops = every, peak_flops
         self.flops_per_token: float | None = None
-        self._replaced_step = ExitStack()  # closing it gives the Trainer its training_step back
         self._tokens, self._flops, self._steps, self._since = 0, 0, 0, 0.0
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        _warn_without_experts(self.trainer.model)
-        self._replaced_step.close()
+        super().on_train_begin()
         self._tokens, self._flops, self._steps, self.flops_per_token = 0, 0, 0, None
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **__: object) -> None:
@@ -123,26 +155,10 @@ class SpeedCallback(TrainerCallback):
             _log(self.trainer, control, {f"speed/{name}": number for name, number in self._speeds().items()})
             self._restart()
 
-    def on_train_end(self, *_: object, **__: object) -> None:
-        self._replaced_step.close()
-
-    def on_step_begin(self, *_: object, **__: object) -> None:
-        """Replaces `training_step` of the Trainer for its next call.
-
-        Trainer tells callbacks nothing of a training that raises. So the call itself takes back what was replaced.
-        """
-        self._replaced_step.close()
-        training_step = self.trainer.training_step
-
-        @functools.wraps(training_step)
-        def measured(*args: object, **kwargs: object) -> Tensor:
-            self._replaced_step.close()
-            with self._counting_tokens(), self._counting_flops():
-                return training_step(*args, **kwargs)
-
-        self._replaced_step.enter_context(_replaced(self.trainer, "training_step", measured))
-
-    on_substep_end = on_step_begin
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        with self._counting_tokens(), self._counting_flops():
+            yield
 
     @contextmanager
     def _counting_tokens(self) -> Iterator[None]:

@@ -228,8 +228,8 @@ class Router(_torch.ModuleWithFloat32):
                 adds nothing to losses, counts and gradients. None: all tokens are real.
             topk_ids: [T, top_k] int32 or int64, the choice of an earlier call or of a table, in place of this call's.
                 Scores are computed from this call's logits, with gradients. An id of -1 drops its slot. So does any id
-                out of [0, E), or it raises, as in `moe_fp8_ext.experts`. An expert may stand in one slot of a token at
-                most.
+                out of [0, E), or it raises, as in `moe_fp8_ext.experts`. Without topk_scores, an expert may stand in
+                one slot of a token at most. On a CPU, and inside `moe_fp8_ext.validate()`, a second slot raises.
             topk_scores: [T, top_k], with topk_ids only: these scores in place of computed ones. The weight then has
                 gradients of the losses alone.
         """
@@ -259,6 +259,8 @@ class Router(_torch.ModuleWithFloat32):
         if topk_ids is not None and not is_dtensor(topk_ids) and contents(topk_ids) is not None:
             ids = topk_ids if mask is None else topk_ids.masked_fill(~mask[:, None], -1)  # ids of padding may be any
             validate_ids("Router", ids, self.weight.shape[0])
+            if topk_scores is None:
+                _check_once(ids)
         if topk_scores is not None:
             require(topk_ids is not None, "Router: topk_scores must be None without topk_ids, got a tensor")
             check_dense("Router", "topk_scores", topk_scores, 2)
@@ -338,6 +340,16 @@ class Router(_torch.ModuleWithFloat32):
         """How many slots chose each expert, [E]. Slots of the id -1 chose none."""
         counts = topk_ids.new_zeros(1 + self.weight.shape[0])
         return counts.scatter_add(0, topk_ids.flatten() + 1, torch.ones_like(topk_ids).flatten())[1:]
+
+
+def _check_once(topk_ids: Tensor) -> None:
+    """Checks that no token has an expert in two slots, whose scores and gradients would be wrong."""
+    ordered = topk_ids.sort(1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        token, slot = twice.nonzero()[0].tolist()
+        text = "topk_ids must have an expert in one slot of a token at most where the router computes scores"
+        fail("Router", f"{text}, got {ordered[token, slot]} twice in token {token}")
 
 
 def _of_real(rows: Tensor, mask: Tensor | None) -> Tensor:

@@ -206,6 +206,7 @@ def stats(model: nn.Module, every: int = 100) -> Stats:
     - In `ExpertParallel`, each rank measures its own experts, and only the first of several chunks. Tokens that travel
       in fp8 are measured on their own rank, and have neither wgrad_underflow nor product_sqnr.
     - After `gather_in_fp8_` there are no statistics of weights and products.
+    - Of several `stats` that sample a layer in one step, only the one that was started first measures it.
 
     Args:
         model: the model whose parameters are measured. Other tensors, such as weights that the caller has quantized,

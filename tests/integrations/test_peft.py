@@ -485,6 +485,20 @@ def test_gradient_checkpointing() -> None:
     assert_same(gradients(model), want)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_between_forward_and_backward(way: str) -> None:
+    """To torch, a parametrization of PEFT writes the weight that backward of the first call reads."""
+    model, call = WAYS[way]("qwen3_moe"), calls()
+    want = results(model, *call)
+
+    @torch.no_grad()
+    def between(*_: object) -> None:
+        model(*call)
+
+    model.register_full_backward_pre_hook(between)
+    assert_same(results(model, *call), want)
+
+
 def test_threads_that_call_the_same_experts() -> None:
     """Each call takes its own adapters, also if the other call's were handed over in between."""
     model, call = converted(), calls()
@@ -524,6 +538,20 @@ def test_a_graph_may_end_before_experts() -> None:
         want = ours(*call)
         experts.forward = torch.compiler.disable(experts.forward)
         assert torch.equal(torch.compile(ours, backend="aot_eager")(*call), want)
+    assert not [name for name in vars(experts) if name.startswith(integration._HANDED)]
+
+
+@pytest.mark.parametrize("where", ["experts", "inner wrapper"])
+def test_a_graph_may_begin_behind_a_wrapper(where: str) -> None:
+    """Adapters that an eager forward hands over are taken by a graph, also after adapters have changed."""
+    torch._dynamo.reset()
+    ours, call = converted(), calls()
+    experts = next(module for module in ours.modules() if "is_transposed" in vars(module))
+    want = results(ours, *call)
+    (experts if where == "experts" else ours.experts.base_layer).compile(backend="eager")
+    assert_same(results(ours, *call), want)
+    drawn(ours, seed=2)
+    assert not torch.equal(ours(*call), want["out"])
     assert not [name for name in vars(experts) if name.startswith(integration._HANDED)]
 
 

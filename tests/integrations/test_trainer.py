@@ -169,6 +169,24 @@ def test_speed_after_a_training_that_raised(where: str, tmp_path: Path) -> None:
     assert not {"compute_loss", "training_step"} & set(vars(trainer)) and _get_current_dispatch_mode() is None
 
 
+def test_statistics_after_a_training_that_raised(tmp_path: Path) -> None:
+    """The statistics of the training that raised are off. They would take the samples of the next callback."""
+    trainer = trainer_of(tmp_path, examples())
+    from moe_fp8_ext.integrations.trainer import StatsCallback
+
+    trainer.add_callback(StatsCallback(trainer))
+    stop = trainer.model.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    stop.remove()
+    trainer.remove_callback(StatsCallback)
+    callback = StatsCallback(trainer)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.stats.sampled == 0
+    assert not {"compute_loss", "training_step"} & set(vars(trainer))
+
+
 def test_speed_keeps_what_the_trainer_has(tmp_path: Path) -> None:
     """Two callbacks, and functions that a user gave the Trainer, are called in turn and put back."""
     trainer = trainer_of(tmp_path, examples())

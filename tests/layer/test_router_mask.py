@@ -142,7 +142,7 @@ def test_layer(recipe, device):
 
 def test_compiled():
     made, (x, mask) = router(balance_loss=0.1, bias_rate=0.1), tokens("cpu")
-    args = x, mask, torch.randint(E, (T, TOP_K))
+    args = x, mask, torch.rand(T, E).topk(TOP_K).indices
     assert_same(torch.compile(made, backend="eager", fullgraph=True)(*args), made(*args))
 
 
@@ -186,6 +186,7 @@ def test_export_with_any_number_of_tokens(strict):
         (dict(topk_ids=torch.zeros(T, 2).long()), "topk_ids must have size 3 in dimension 1, got 2"),
         (dict(topk_ids=torch.full((T, TOP_K), E)), f"topk_ids must be -1 or from 0 to {E - 1}, got {E} in slot 0"),
         (dict(topk_ids=torch.full((T, TOP_K), -2)), f"topk_ids must be -1 or from 0 to {E - 1}, got -2 in slot 0"),
+        (dict(topk_ids=torch.tensor([[4, -1, -1], [3, 5, 3]]).repeat(T // 2, 1)), "topk_ids .* 3 twice in token 1"),
         (dict(topk_scores=torch.zeros(T, TOP_K)), "topk_scores must be None without topk_ids, got a tensor"),
     ],
 )
@@ -200,6 +201,11 @@ def test_given_ids_of_padding_may_be_any():
     assert (ids[~mask] == -1).all()
     garbage = torch.where(mask[:, None], ids, 10**6)
     assert torch.equal(made(torch.zeros(T, D), mask, topk_ids=garbage).topk_ids, ids)
+
+
+def test_given_scores_may_repeat_an_expert():
+    given = dict(topk_ids=torch.full((T, TOP_K), 2), topk_scores=torch.rand(T, TOP_K))
+    assert torch.equal(router()(torch.zeros(T, D), **given).topk_scores, given["topk_scores"])
 
 
 def test_errors_of_a_layer():
