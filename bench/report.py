@@ -171,7 +171,7 @@ def recorded() -> dict[str, dict]:
     """The results, by the stem of their file. Results of a forced GEMM, which no GPU takes by itself, come last."""
     others = beside_tables.BESIDE, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.AUTO
     others += tables.PROFILE, tables.FINETUNE, tables.FINETUNE_LOSSES, tables.MEGATRON, tables.WHOLE, tables.STATS
-    others += tables.DECODE, tables.AUTO_FORWARD, tables.ADAPTERS
+    others += tables.DECODE, tables.AUTO_FORWARD, tables.ADAPTERS, tables.SHARED
     found = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
     return dict(sorted(found.items(), key=lambda item: "gemm" in item[1]))
 
@@ -257,7 +257,10 @@ def documents() -> dict[Path, str]:
         },
         docs / "gpus.md": {"matrix": matrix.markdown(results), "forced": matrix.forced(everything)},
         docs / "stats.md": {"stats": tables.stats_text(recorded_alone(tables.STATS))},
-        docs / "layer.md": {"adapters": tables.adapters_text(recorded_alone(tables.ADAPTERS))},
+        docs / "layer.md": {
+            "adapters": tables.adapters_text(recorded_alone(tables.ADAPTERS)),
+            "shared experts": tables.shared_text(recorded_alone(tables.SHARED)),
+        },
         docs / "ops.md": {"generic": tables.generic_table(results)},
         docs / "transformers.md": {
             "transformers": tables.adoption_table(results),

@@ -22,6 +22,7 @@ PROFILE = "profile.json"  # from bench/profile_layer.py
 WHOLE = "whole_models.json"  # from bench/whole_models.py
 STATS = "stats.json"  # from bench/stats.py
 ADAPTERS = "adapters.json"  # from bench/adapters.py
+SHARED = "shared_experts.json"  # from bench/shared_experts.py
 DECODE = "decode.json"  # from bench/decode.py
 # Results of the demo's --losses with --ep on several GPUs, and on one.
 PARALLEL_LOSSES = "expert_parallel_losses.json"
@@ -260,6 +261,28 @@ def adapters_text(result: dict | None) -> str:
         body.append([layer, f"`{row['recipe']}`", f"{plain:.2f}", *(f"{ms:.2f} ({ms / plain:.2f})" for ms in adapted)])
     headings = ("layer", "recipe", *result["rows"][0]["seconds"])
     lines = tabulate(body, headings, tablefmt="github", colalign=["left"] * 2 + ["right"] * 4, disable_numparse=True)
+    return f"{textwrap.fill(text, 120)}\n\n{lines}"
+
+
+def shared_text(result: dict | None) -> str:
+    """What a shared expert costs, as bench/shared_experts.py found it."""
+    if not result:
+        command = f"python bench/shared_experts.py --out bench/results/{SHARED}"
+        return f"Not measured yet: `{command}` on a GPU fills this table."
+    text = (
+        f"Microseconds of forward and backward of a layer with {result['tokens']:,} tokens and one shared expert, on "
+        f"{result['device']} at {(result['commit'] or 'unknown')[:7]}, torch {result['torch']}, with its router. In "
+        "brackets is what the shared expert adds:"
+    )
+    body = []
+    for row in result["rows"]:
+        alone, *others = row["us"].values()
+        d, f, e, top_k = row["sizes"]
+        layer = f"{row['model']}: D {d}, F {f}, {e} experts, top {top_k}"
+        added = (f"{us:,.0f} (+{us - alone:,.0f})" for us in others)
+        body.append([layer, f"`{row['recipe']}`", f"{alone:,.0f}", *added])
+    headings = ("layer", "recipe", *result["rows"][0]["us"])
+    lines = tabulate(body, headings, tablefmt="github", colalign=["left"] * 2 + ["right"] * 3, disable_numparse=True)
     return f"{textwrap.fill(text, 120)}\n\n{lines}"
 
 

@@ -392,6 +392,27 @@ def test_table_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert rows[0][2:] == ["10.00", "11.00 (1.10)", "12.00 (1.20)", "13.00 (1.30)"]
 
 
+def test_table_of_shared_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The bench runs every kind, and writes what the table reads."""
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    shared, tables = importlib.import_module("shared_experts"), importlib.import_module("tables")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path / "shared.json")])
+
+    def us(calls: dict[str, Callable[[], None]], repeats: int, device: torch.device) -> dict[str, float]:
+        for call in calls.values():
+            call()
+        return {name: 1000.0 + 100 * i for i, name in enumerate(calls)}
+
+    monkeypatch.setattr(shared, "eager_us", us)
+    shared.main()
+    text = tables.shared_text(json.loads((tmp_path / "shared.json").read_text()))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[-4:]]
+    assert [row[1] for row in rows] == [f"`{recipe}`" for recipe in shared.RECIPES] * 2
+    assert all(row[2:] == ["1,000", "1,100 (+100)", "1,200 (+200)"] for row in rows)
+
+
 def test_results_begin_with_layers_and_end_with_a_forced_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     monkeypatch.syspath_prepend(ROOT / "bench")

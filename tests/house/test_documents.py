@@ -293,6 +293,7 @@ COMMANDS = {
     "python bench/host.py": "tests/house/test_bench.py",
     "python bench/stats.py --out bench/results/stats.json": GPU,
     "python bench/adapters.py --out bench/results/adapters.json": GPU,
+    "python bench/shared_experts.py --out bench/results/shared_experts.json": "tests/house/test_bench.py",
     "python bench/decode.py --out bench/results/decode.json": "tests/house/test_bench.py",
     "python bench/whole_models.py --out bench/results/whole_models.json": (
         "tests/integrations/test_bench_whole_models.py"
