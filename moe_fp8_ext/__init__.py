@@ -24,6 +24,7 @@ from moe_fp8_ext.ops import (
     unpermute,
     unswizzle_scales,
 )
+from moe_fp8_ext.ops.activations import clamped_swiglu
 from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.quantization.tensor import (
     Quantized,
@@ -52,6 +53,7 @@ __all__ = [
     "Recipe",
     "Router",
     "build_info",
+    "clamped_swiglu",
     "combine",
     "convert_",
     "experts",

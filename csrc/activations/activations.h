@@ -30,6 +30,7 @@ struct GateRows {
   Fp8Type fp8;          // type of an h with scales
   OperandScales scale;  // no data: h has no scales, and its type is `in`
   bool interleaved;
+  Clamp clamp = {};
 };
 
 struct ActivateParams {

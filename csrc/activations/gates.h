@@ -230,9 +230,9 @@ struct ActivationSet {
     f(std::integral_constant<Activation, kFirst>{});
   }
 };
-using GatedActivations = ActivationSet<Activation::kSwiglu, Activation::kGeglu, Activation::kSwigluOai>;
+using GatedActivations = ActivationSet<Activation::kSwiglu, Activation::kGeglu, Activation::kClampedSwiglu>;
 using UngatedActivations = ActivationSet<Activation::kSilu, Activation::kGelu, Activation::kRelu2>;
-using AllActivations = ActivationSet<Activation::kSwiglu, Activation::kGeglu, Activation::kSwigluOai,
+using AllActivations = ActivationSet<Activation::kSwiglu, Activation::kGeglu, Activation::kClampedSwiglu,
                                      Activation::kSilu, Activation::kGelu, Activation::kRelu2>;
 template <Activation kActivation>
 constexpr bool kIsGated = is_gated(kActivation);  // for device code, which cannot call is_gated()
@@ -250,7 +250,7 @@ int dispatch_activations(Activation activation, F f) {
   switch (activation) {
     case Activation::kSwiglu: return f(ActivationSet<Activation::kSwiglu>{});
     case Activation::kGeglu: return f(ActivationSet<Activation::kGeglu>{});
-    case Activation::kSwigluOai: return f(ActivationSet<Activation::kSwigluOai>{});
+    case Activation::kClampedSwiglu: return f(ActivationSet<Activation::kClampedSwiglu>{});
     default: return f(UngatedActivations{});
   }
 }

@@ -48,17 +48,17 @@ class Reader {
 };
 
 template <Activation kActivation>
-MOE_FMA_CLONES void activate_row(const Row& h, float* a) {
+MOE_FMA_CLONES void activate_row(const Row& h, Clamp clamp, float* a) {
   const float *gate = h.gate.data(), *up = h.up.data();
-  for (size_t f = 0, F = h.gate.size(); f < F; ++f) a[f] = activated<kActivation>(gate[f], up[f]);
+  for (size_t f = 0, F = h.gate.size(); f < F; ++f) a[f] = activated<kActivation>(gate[f], up[f], clamp);
 }
 
 // Replaces h by its gradient. a: the activation times the score. terms: their sum is the gradient of the score.
 template <Activation kActivation>
-MOE_FMA_CLONES void differentiate_row(Row& h, const float* da, float score, float* a, float* terms) {
+MOE_FMA_CLONES void differentiate_row(Row& h, Clamp clamp, const float* da, float score, float* a, float* terms) {
   float *gate = h.gate.data(), *up = h.up.data();
   for (size_t f = 0, F = h.gate.size(); f < F; ++f) {
-    const ActivationGradient g = activation_gradient<kActivation>(gate[f], up[f], score * da[f]);
+    const ActivationGradient g = activation_gradient<kActivation>(gate[f], up[f], score * da[f], clamp);
     a[f] = score * g.a;
     terms[f] = da[f] * g.a;
     gate[f] = g.gate;
@@ -82,7 +82,7 @@ void activate(const ActivateParams& p) {
     std::vector<float> a(F);
     for (int64_t r = begin; r < end; ++r) {
       reader.read(r, bits, row);
-      activate_row<kActivation>(row, a.data());
+      activate_row<kActivation>(row, p.h.clamp, a.data());
       store<In>(a.data(), F, static_cast<typename In::Bits*>(p.a) + r * F);
     }
   });
@@ -103,7 +103,7 @@ void activate_backward(const ActivateBackwardParams& p) {
     for (int64_t r = begin; r < end; ++r) {
       reader.read(r, bits, row);
       for (int64_t f = 0; f < F; ++f) da[f] = In::to_float((static_cast<const Bits*>(p.da) + r * p.da_stride)[f]);
-      differentiate_row<kActivation>(row, da.data(), p.score(r), a.data(), terms.data());
+      differentiate_row<kActivation>(row, p.h.clamp, da.data(), p.score(r), a.data(), terms.data());
       store<In>(a.data(), F, static_cast<Bits*>(p.a) + r * F);
       float sum = 0;
       for (const float term : terms) sum += term;

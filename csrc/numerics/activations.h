@@ -13,7 +13,7 @@ struct ActivationRule {
   Curve curve;
   bool gated;  // true: h is [P, 2F], gates and ups; false: [P, F]
 };
-enum class Activation : int { kSwiglu, kGeglu, kSwigluOai, kSilu, kGelu, kRelu2 };
+enum class Activation : int { kSwiglu, kGeglu, kClampedSwiglu, kSilu, kGelu, kRelu2 };
 inline constexpr ActivationRule kActivations[] = {
     {"swiglu", Curve::kSilu, true}, {"geglu", Curve::kGelu, true}, {"swiglu_oai", Curve::kClampedSilu, true},
     {"silu", Curve::kSilu, false},  {"gelu", Curve::kGelu, false}, {"relu2", Curve::kRelu2, false}};
@@ -53,10 +53,11 @@ MOE_HD Point sigmoid_times(float x, float z, float z_slope) {
   return {value, fmaf(value, s.complement * z_slope, s.value)};
 }
 
-constexpr float kClampAlpha = 1.702f, kClampLimit = 7.f;  // constants of GPT-OSS
+// Constants of a clamped SwiGLU. By default they are those of GPT-OSS, "swiglu_oai".
+struct Clamp { float alpha = 1.702f, limit = 7.f, offset = 1.f; };
 
 template <Curve kCurve>
-MOE_HD Point curve_at(float x) {
+MOE_HD Point curve_at(float x, const Clamp& clamp) {
   if constexpr (kCurve == Curve::kSilu) {
     return sigmoid_times(x, x, 1.f);
   } else if constexpr (kCurve == Curve::kGelu) {
@@ -66,9 +67,9 @@ MOE_HD Point curve_at(float x) {
     const float square = clamp_max(x * x, 128.f);
     return sigmoid_times(x, x * fmaf(square, kCubic, kLinear), fmaf(square, kCubicSlope, kLinear));
   } else if constexpr (kCurve == Curve::kClampedSilu) {
-    const float clamped = x > kClampLimit ? kClampLimit : x;
-    const Point p = sigmoid_times(clamped, clamped * kClampAlpha, kClampAlpha);
-    return {p.value, x > kClampLimit ? 0.f : p.slope};
+    const float clamped = x > clamp.limit ? clamp.limit : x;
+    const Point p = sigmoid_times(clamped, clamped * clamp.alpha, clamp.alpha);
+    return {p.value, x > clamp.limit ? 0.f : p.slope};
   } else {
     const float positive = x < 0 ? 0.f : x;
     return {positive * positive, positive + positive};
@@ -77,30 +78,32 @@ MOE_HD Point curve_at(float x) {
 
 // The factor of the gate's value, and the factor's derivative with respect to up.
 template <Activation kActivation>
-MOE_HD Point up_factor(float up) {
+MOE_HD Point up_factor(float up, const Clamp& clamp) {
   constexpr ActivationRule kRule = kActivations[int(kActivation)];
   if constexpr (!kRule.gated) return {1.f, 0.f};
   if constexpr (kRule.curve != Curve::kClampedSilu) return {up, 1.f};
-  const float clamped = up > kClampLimit ? kClampLimit : up < -kClampLimit ? -kClampLimit : up;
-  return {clamped + 1.f, magnitude(up) > kClampLimit ? 0.f : 1.f};
+  const bool is_clamped = magnitude(up) > clamp.limit;
+  const float limit_of_sign = as_float(as_bits(clamp.limit) | (as_bits(up) & 0x80000000u));
+  return {(is_clamped ? limit_of_sign : up) + clamp.offset, is_clamped ? 0.f : 1.f};
 }
 
 template <Activation kActivation>
-MOE_HD float activated(float gate, float up) {
-  return curve_at<kActivations[int(kActivation)].curve>(gate).value * up_factor<kActivation>(up).value;
+MOE_HD float activated(float gate, float up, const Clamp& clamp) {
+  return curve_at<kActivations[int(kActivation)].curve>(gate, clamp).value * up_factor<kActivation>(up, clamp).value;
 }
 
 // a, and the gradients of gate and up, given the gradient of a in `grad`.
 struct ActivationGradient { float a, gate, up; };
 // gate: the curve's value and slope at the gate.
 template <Activation kActivation>
-MOE_HD ActivationGradient activation_gradient(const Point& gate, float up, float grad) {
-  const Point u = up_factor<kActivation>(up);
+MOE_HD ActivationGradient activation_gradient(const Point& gate, float up, float grad, const Clamp& clamp) {
+  const Point u = up_factor<kActivation>(up, clamp);
   return {gate.value * u.value, grad * u.value * gate.slope, u.slope == 0 ? 0.f : grad * gate.value};
 }
 template <Activation kActivation>
-MOE_HD ActivationGradient activation_gradient(float gate, float up, float grad) {
-  return activation_gradient<kActivation>(curve_at<kActivations[int(kActivation)].curve>(gate), up, grad);
+MOE_HD ActivationGradient activation_gradient(float gate, float up, float grad, const Clamp& clamp) {
+  const Point point = curve_at<kActivations[int(kActivation)].curve>(gate, clamp);
+  return activation_gradient<kActivation>(point, up, grad, clamp);
 }
 
 }  // namespace moe_fp8

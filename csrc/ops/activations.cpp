@@ -1,3 +1,6 @@
+#include <locale>
+#include <sstream>
+
 #include "activations/forward/add_bias.h"
 #include "activations/forward/quantize_activated.h"
 #include "activations/backward/quantize_activated_backward.h"
@@ -13,19 +16,35 @@ constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kSumGroup
                      *kBackward = "activate_backward", *kQuantizeBackward = "quantize_activated_backward",
                      *kQuantizeBackwardRows = "quantize_activated_backward_rows";
 
-Activation check_activation(const char* op, std::string_view name) {
-  return Activation(check_choice(op, "activation", name, kNumActivations, [](int i) { return kActivations[i].name; }));
+// An activation as a call names it: by a name of kActivations, or as "clamped_swiglu(alpha, limit, offset)".
+struct Gate {
+  std::string_view name;
+  Activation activation;
+  Clamp clamp = {};
+};
+Gate check_activation(const char* op, std::string_view name) {
+  constexpr std::string_view kClamped = "clamped_swiglu(";
+  if (name.substr(0, kClamped.size()) == kClamped) {
+    std::istringstream text(std::string(name.substr(kClamped.size())));
+    text.imbue(std::locale::classic());  // a decimal point, whatever the program's locale
+    double alpha = 0, limit = 0, offset = 0;  // rounded twice, as Python rounds them
+    char comma = 0, second_comma = 0, end = 0;
+    text >> alpha >> comma >> limit >> second_comma >> offset >> end;
+    if (text && comma == ',' && second_comma == ',' && end == ')' && limit > 0)
+      return {name, Activation::kClampedSwiglu, {float(alpha), float(limit), float(offset)}};
+  }
+  const auto name_of = [](int i) { return kActivations[i].name; };
+  return {name, Activation(check_choice(op, "activation", name, kNumActivations, name_of))};
 }
-int64_t check_features(const char* op, const Tensor& h, Activation activation) {
-  if (!is_gated(activation)) return h.sizes[1];
+int64_t check_features(const char* op, const Tensor& h, const Gate& gate) {
+  if (!is_gated(gate.activation)) return h.sizes[1];
   if (h.sizes[1] % 2)
-    fail(op, ": h must have an even number of columns with activation '", kActivations[int(activation)].name,
-         "', got ", h.sizes[1]);
+    fail(op, ": h must have an even number of columns with activation '", gate.name, "', got ", h.sizes[1]);
   return h.sizes[1] / 2;
 }
 
-GateRows gates_of(const char* op, const Tensor& h, InType in, Activation activation, bool interleaved) {
-  return {h.data, h.strides[0], check_features(op, h, activation), in, {}, {}, interleaved};
+GateRows gates_of(const char* op, const Tensor& h, InType in, const Gate& gate, bool interleaved) {
+  return {h.data, h.strides[0], check_features(op, h, gate), in, {}, {}, interleaved, gate.clamp};
 }
 
 // The checked bias of the rows of x, by the groups that end at offs.
@@ -42,10 +61,11 @@ ActivateBackwardParams check_gradients(const char* op, const Tensor& grad, const
   check_dtypes({op, "h"}, h_scale ? Dtypes::kFp8 : Dtypes::kInput, h.dtype);
   if (!h_scale) check_dtype_of_like({op, "grad"}, grad, h);
   ActivateBackwardParams p = {};
-  p.activation = check_activation(op, activation);
+  const Gate gate = check_activation(op, activation);
+  p.activation = gate.activation;
   p.P = h.sizes[0];
   p.in = in_type(grad);
-  p.h = gates_of(op, h, p.in, p.activation, interleaved);
+  p.h = gates_of(op, h, p.in, gate, interleaved);
   check_sizes({op, "grad"}, grad, {p.P, p.h.F});
   if (scores && !indices) check_size({op, "scores"}, *scores, 0, p.P);
   if (indices) {
@@ -107,11 +127,11 @@ Outputs quantize_computed(const Call& call, QuantizeParams& p, const void* x) {
 }  // namespace
 
 Results<1> activate_op(const Tensor& h, std::string_view activation, bool interleaved) {
-  const Activation rule = check_activation(kActivate, activation);
-  const GateRows gates = gates_of(kActivate, h, in_type(h), rule, interleaved);
+  const Gate gate = check_activation(kActivate, activation);
+  const GateRows gates = gates_of(kActivate, h, in_type(h), gate, interleaved);
   const Call call(kActivate, "h", h);
   Handle a = call.empty({h.sizes[0], gates.F}, h.dtype);
-  const ActivateParams p = {gates, data(a), h.sizes[0], rule};
+  const ActivateParams p = {gates, data(a), h.sizes[0], gate.activation};
   MOE_FP8_RUN(call, activate, p);
   return results(a);
 }
@@ -131,8 +151,9 @@ Results<1> sum_groups_op(const Tensor& x, const Tensor& offs, const std::optiona
   const SortedRows rows = check_rows(kSumGroups, x, indices, top_k);
   validate_offs(kSumGroups, offs, rows.count);
   if (scores) check_size({kSumGroups, "scores"}, *scores, 0, rows.slots);
-  const Call call(kSumGroups, "x", x);
   const int64_t E = offs.sizes[0], N = x.sizes[1];
+  check_extent(kSumGroups, "x", rows.count, E, kRowsOfPartial);
+  const Call call(kSumGroups, "x", x);
   Handle out = call.empty({E, N}, kFloat32);
   run_sum_groups(call, {x.data, ints(offs), int(E), data<float>(out), nullptr, rows.count, N, x.strides[0], in_type(x),
                         rows.source, scores ? scores->as<float>() : nullptr});
@@ -144,8 +165,9 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
                                  bool interleaved, bool keep_h, std::optional<int32_t> dtype,
                                  std::optional<std::string_view> rounding) {
   QuantizeActivatedParams p = {};
-  p.activation = check_activation(kQuantize, activation);
-  p.h = gates_of(kQuantize, h, in_type(h), p.activation, interleaved);
+  const Gate gate = check_activation(kQuantize, activation);
+  p.activation = gate.activation;
+  p.h = gates_of(kQuantize, h, in_type(h), gate, interleaved);
   QuantizeParams &a = p.quantize_a, &h_params = p.quantize_h;
   a.format = check_format(kQuantize, format);
   const Format& f = format_of(a.format);

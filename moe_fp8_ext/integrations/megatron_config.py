@@ -7,6 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from moe_fp8_ext.integrations.megatron_parameters import Ranks
+from moe_fp8_ext.ops.activations import clamped_swiglu
 from moe_fp8_ext.ops.checks import require
 
 _HERE = "moe_fp8_ext.integrations.megatron"
@@ -17,12 +18,12 @@ _ACTIVATIONS = {
     (functional.silu, True, 0.0, None): "swiglu",
     (functional.gelu, True, 0.0, None): "geglu",
     (fast_gelu, True, 0.0, None): "geglu",
-    (quick_gelu, True, 1.0, 7.0): "swiglu_oai",
     (functional.silu, False, 0.0, None): "silu",
     (functional.gelu, False, 0.0, None): "gelu",
     (fast_gelu, False, 0.0, None): "gelu",
     (squared_relu, False, 0.0, None): "relu2",
 }
+_ALPHAS = {functional.silu: 1.0, quick_gelu: 1.702}  # x * sigmoid(alpha * x), of gates that are clamped
 
 
 def checked(config: TransformerConfig, ranks: Ranks) -> str:
@@ -45,10 +46,13 @@ def checked(config: TransformerConfig, ranks: Ranks) -> str:
     require(sizes[0] % sizes[1] == 0, f"{_HERE}: {text.format(*sizes)}")
     gate = bool(config.gated_linear_unit), config.glu_linear_offset, config.activation_func_clamp_value
     known = _ACTIVATIONS.get((config.activation_func, *gate))
+    is_gated, offset, limit = gate
+    if known is None and is_gated and limit is not None and config.activation_func in _ALPHAS:
+        return clamped_swiglu(limit, _ALPHAS[config.activation_func], offset)
     if known is None:
         name = getattr(config.activation_func, "__name__", config.activation_func)
         got = f"{name} with gated_linear_unit={gate[0]}, glu_linear_offset={gate[1]}, clamp={gate[2]}"
-        names = ", ".join(sorted({activation.__name__ for activation, *_ in _ACTIVATIONS}))
+        names = ", ".join(sorted({activation.__name__ for activation in (*(a for a, *_ in _ACTIVATIONS), *_ALPHAS)}))
         require(False, f"{_HERE}: config.activation_func must be one of {names} as ops.activate defines it, got {got}")
     return known
 

@@ -23,6 +23,7 @@ from moe_fp8_ext.layer.bias import plus_bias
 from moe_fp8_ext.layer.experts import experts, recipe_of_module
 from moe_fp8_ext.matmul.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
+from moe_fp8_ext.ops.activations import clamped_swiglu
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dtype, fail, require
 from moe_fp8_ext.ops.dispatch import reshaped
 from moe_fp8_ext.quantization.casting import autocast_dtype
@@ -48,11 +49,14 @@ _ACTIVATIONS = {
     "ReLUSquaredActivation": "relu2",
 }
 _GATED = {"silu": "swiglu", "gelu": "geglu"}
-# Gates of models that are a formula of `experts`. "swiglu_oai": the attributes that hold its constants.
-_OAI_GATES = {
-    "gpt_oss": ("alpha", "limit"),
-    "minimax_m3_vl": ("swiglu_alpha", "swiglu_limit"),
-    "openai_privacy_filter": ("alpha", "limit"),
+# Models whose gate is a clamped SwiGLU: the attributes that hold its limit and its alpha. With an alpha, 1 is added to
+# up. Without one, the gate is SiLU, which only DeepSeek-V4 takes from act_fn.
+_CLAMPED_GATES = {
+    "gpt_oss": ("limit", "alpha"),
+    "minimax_m3_vl": ("swiglu_limit", "swiglu_alpha"),
+    "openai_privacy_filter": ("limit", "alpha"),
+    "deepseek_v4": ("limit", None),
+    **dict.fromkeys(("glm5_next", "hy_v4", "hy_v4_vl"), ("swiglu_limit", None)),
 }
 _DEFAULT_GATES_IN_FLOAT32 = {"beam"}  # as `experts` computes them
 _EP_RECIPE = "_moe_fp8_ext_ep_recipe"
@@ -277,19 +281,25 @@ def _activation(module: torch.nn.Module) -> dict[str, object] | None:
     is_default = gate.__name__ == "_default_apply_gate" and gate.__module__.startswith("transformers.")
     if is_default or model in _DEFAULT_GATES_IN_FLOAT32:
         return dict(activation=_GATED[known]) if known in _GATED else None
-    if model in _OAI_GATES and tuple(getattr(module, name) for name in _OAI_GATES[model]) == (1.702, 7.0):
-        return dict(activation="swiglu_oai", interleaved=not module.is_concatenated)
-    return None
+    if model not in _CLAMPED_GATES or model == "deepseek_v4" and known != "silu":
+        return None
+    limit, alpha = (name and getattr(module, name) for name in _CLAMPED_GATES[model])
+    return dict(activation=_clamped(limit, alpha), interleaved=not module.is_concatenated)
+
+
+def _clamped(limit: float, alpha: float | None) -> str:
+    return clamped_swiglu(limit) if alpha is None else clamped_swiglu(limit, alpha, offset=1.0)
 
 
 def _fp8_activation(module: torch.nn.Module, known: str | None) -> dict[str, object] | None:
     """Returns the same for experts of an FP8 checkpoint. One class serves all models; attributes select its gate."""
     if getattr(module, "gate_softcap", None) is not None:
         return None
-    limits = module.swiglu_alpha, module.limit
-    if limits == (1.702, 7.0):
-        return dict(activation="swiglu_oai")
-    return dict(activation=_GATED[known]) if limits == (None, None) and known in _GATED else None
+    if module.swiglu_alpha is not None:
+        return dict(activation=_clamped(module.swiglu_limit, module.swiglu_alpha))
+    if module.limit is not None:
+        return dict(activation=_clamped(module.limit, None)) if known == "silu" else None
+    return dict(activation=_GATED[known]) if known in _GATED else None
 
 
 def _act_fn(act: object) -> str | None:

@@ -18,7 +18,7 @@ from moe_fp8_ext.layer.node import Call, computed
 from moe_fp8_ext.layer.source import RoutedTokens, SortedRows
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.matmul.bf16 import max_experts
-from moe_fp8_ext.ops.activations import GATED
+from moe_fp8_ext.ops.activations import is_gated
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     check_bool,
@@ -108,7 +108,8 @@ def experts(
             first is also enough if x and, for w_down, scores and w_gate_up need no gradient.
         recipe: as in `grouped_mm`. "auto" uses the layer's own constants of the model in `quantization/cost.py`, and
             counts T * top_k slots.
-        activation: "swiglu", "geglu" or "swiglu_oai", which are gated, "relu2", "silu" or "gelu"; see `ops.activate`.
+        activation: "swiglu", "geglu", "swiglu_oai" or a `clamped_swiglu(...)`, which are gated, or "relu2", "silu" or
+            "gelu"; see `ops.activate`.
         interleaved: gates and ups alternate along 2 F; otherwise they are halves. No effect on activations without
             gates.
         b_gate_up: [E, 2 F] or [E, F], added in bfloat16.
@@ -248,20 +249,20 @@ def layer_call(
         quantized: the tokens if they are quantized. x is then the tensor that autograd sees.
     """
     recipe = get_recipe(recipe, op)
-    check_one_of(op, "activation", activation, list(GATED))
+    gated = is_gated(op, activation)
     check_one_of(op, "keep", keep, KEEP)
     check_bool(op, "interleaved", interleaved)
     up = _linear(op, _UP, w_gate_up, b_gate_up, main_grad_gate_up, recipe.format)
     down = _linear(op, _DOWN, w_down, b_down, main_grad_down, recipe.format)
     if delay_wgrad is not None:
         up, down = _delayed(op, _UP, up, delay_wgrad), _delayed(op, _DOWN, down, delay_wgrad)
-    _check(op, x, topk_ids, topk_scores, up, down, GATED[activation])
+    _check(op, x, topk_ids, topk_scores, up, down, gated)
     up, *up_factors = _adapted(op, x, "lora_gate_up", lora_gate_up, up)
     down, *down_factors = _adapted(op, x, "lora_down", lora_down, down)
     e, d, f = down.values.shape
     if quantized is up.quantized is down.quantized is None:
         slots = x.shape[0] if topk_ids is None else topk_ids.numel()
-        recipe = recipe.for_layer(slots, d, f, e, GATED[activation])
+        recipe = recipe.for_layer(slots, d, f, e, gated)
     dtype, needs = autocast_dtype(x), (needs_gradient(x), needs_gradient(topk_scores))
     backward = any(needs) or up.has_gradient or down.has_gradient
     x = cast(x, dtype or x.dtype) if quantized is None else x

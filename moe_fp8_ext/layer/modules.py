@@ -17,7 +17,7 @@ from moe_fp8_ext.layer.experts import KEEP, experts, recipe_of_module
 from moe_fp8_ext.layer.frozen import FrozenWeight
 from moe_fp8_ext.layer.router import Router, Routing
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
-from moe_fp8_ext.ops.activations import GATED
+from moe_fp8_ext.ops.activations import is_gated
 from moe_fp8_ext.ops.checks import (
     check_bool,
     check_dense,
@@ -135,7 +135,7 @@ class Experts(nn.Module):
         recipe = get_recipe(recipe, "Experts")
         self.options = dict(recipe=recipe, activation=activation, interleaved=interleaved, keep=keep)
         check_fits(ep, num_experts, recipe)
-        check_one_of("Experts", "activation", activation, list(GATED))
+        self._is_gated = is_gated("Experts", activation)
         check_one_of("Experts", "keep", keep, KEEP)
         check_sizes("Experts", num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_parameter_dtype("Experts", dtype)
@@ -145,8 +145,8 @@ class Experts(nn.Module):
             check_int("Experts", "lora_rank", lora_rank)
             in_range = 1 <= lora_rank <= MAX_RANK
             require(in_range, f"Experts: lora_rank must be None or from 1 to {MAX_RANK}, got {lora_rank}")
-        self.up = "gate_up_proj" if GATED[activation] else "up_proj"
-        rows = intermediate_size * (2 if GATED[activation] else 1)
+        self.up = "gate_up_proj" if self._is_gated else "up_proj"
+        rows = intermediate_size * (2 if self._is_gated else 1)
         sizes = {self.up: (rows, hidden_size), "down_proj": (hidden_size, intermediate_size)}
         for name, (n, k) in sizes.items():
             self.register_parameter(name, self._parameter(n, k, device=device, dtype=dtype))
@@ -244,8 +244,8 @@ class Experts(nn.Module):
         return sum_of_ranks(self._of_rank, mesh, self.num_experts, *call)
 
     def _of_rank(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
-        rest, gated = self._arguments(), GATED[self.options["activation"]]
-        recipe = recipe_of_module(self, self.options["recipe"], topk_ids, rest["w_down"], gated)
+        rest = self._arguments()
+        recipe = recipe_of_module(self, self.options["recipe"], topk_ids, rest["w_down"], self._is_gated)
         return experts(x, topk_ids, topk_scores, **rest, **{**self.options, "recipe": recipe})
 
     def _over_ranks(

@@ -1,5 +1,7 @@
 """Activation functions of experts, their gradients, and both fused with quantization."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,14 +14,17 @@ from moe_fp8_ext.ops.checks import (
     check_dtype,
     check_format,
     check_groups,
+    check_number,
     check_one_of,
     check_optional_indices,
     check_scale,
     check_shape,
+    check_size,
     fp8_dtype,
     require,
 )
 from moe_fp8_ext.ops.dispatch import differentiable_once, fake, register_gradient, unit_stride
+from moe_fp8_ext.quantization.format import padded_extent
 
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
@@ -28,8 +33,58 @@ _sum_groups = torch.ops.moe_fp8.sum_groups.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
 _quantize_activated_backward_rows = torch.ops.moe_fp8.quantize_activated_backward_rows.default
-# By name of the activation: whether the columns of h are gates and ups.
-GATED = {rule["name"]: rule["gated"] for rule in _C.TABLES["activations"]}
+_GATED = {rule["name"]: rule["gated"] for rule in _C.TABLES["activations"]}
+_CLAMPED = "clamped_swiglu("
+_ROWS_OF_PARTIAL_SUM = 64  # kRowsOfPartial of csrc/activations/backward/sum_groups.h
+
+
+def clamped_swiglu(limit: float, alpha: float = 1.0, offset: float = 0.0) -> str:
+    """Returns the name of a clamped SwiGLU, for the argument `activation` of layers and ops.
+
+        a = g * sigmoid(alpha * g) * (u + offset),    g = min(gate, limit),    u = clamp(up, -limit, limit)
+
+    DeepSeek-V4's experts have alpha 1 and offset 0. With the constants of GPT-OSS the name is "swiglu_oai". Ops round
+    the numbers to float32.
+
+    Args:
+        limit: positive.
+        alpha, offset: any finite numbers.
+
+    Raises:
+        TypeError, RuntimeError: a number is not as above.
+
+    Source: DESIGN.md section 3; the gates of GPT-OSS and DeepSeek-V4.
+    """
+    if not torch.compiler.is_compiling():  # numbers may be symbolic
+        for name, value in dict(alpha=alpha, limit=limit, offset=offset).items():
+            check_number("clamped_swiglu", name, value)
+            require(abs(value) <= _MAX_FLOAT32, f"clamped_swiglu: {name} must be finite in float32, got {value}")
+        require(limit > 0, f"clamped_swiglu: limit must be positive, got {limit}")
+    if (alpha, limit, offset) == (1.702, 7, 1):
+        return "swiglu_oai"
+    return f"{_CLAMPED}{float(alpha)}, {float(limit)}, {float(offset)})"
+
+
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
+
+
+def is_gated(op: str, activation: str) -> bool:
+    """Checks an activation, and returns whether the columns of h are gates and ups."""
+    if isinstance(activation, str) and _is_clamped(activation):
+        return True
+    check_one_of(op, "activation", activation, list(_GATED))
+    return _GATED[activation]
+
+
+def _is_clamped(activation: str) -> bool:
+    """Whether `clamped_swiglu` can have returned this name."""
+    if not (activation.startswith(_CLAMPED) and activation.endswith(")")):
+        return False
+    numbers = activation[len(_CLAMPED) : -1].split(",")
+    try:
+        return len(numbers) == 3 and all(math.isfinite(float(n)) for n in numbers) and float(numbers[1]) > 0
+    except ValueError:
+        return False
 
 
 def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor:
@@ -38,6 +93,7 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
         "swiglu"      a = silu(gate) * up
         "geglu"       a = gelu(gate) * up
         "swiglu_oai"  a = g * sigmoid(1.702 * g) * (u + 1), g = min(gate, 7), u = clamp(up, -7, 7), as in GPT-OSS
+        `clamped_swiglu(limit, alpha, offset)`      the same with other constants
         "silu"        a = silu(h)
         "gelu"        a = gelu(h)
         "relu2"       a = max(h, 0)^2
@@ -46,7 +102,7 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
     -inf is 0. Every NaN of the result is the quiet NaN without a sign. The op is differentiable in h, once.
 
     Args:
-        h: [P, 2F] of gates and ups for the first three activations, [P, F] for the others. bfloat16, float16 or
+        h: [P, 2F] of gates and ups for the first four activations, [P, F] for the others. bfloat16, float16 or
             float32; stride 1 along a row, any row stride.
         activation: one of the names above.
         interleaved: True: the even columns of h are gates and the odd ones ups. False: the first half of the columns
@@ -321,9 +377,8 @@ register_gradient(_activate, _save, _backward)
 
 def _features(op: str, h: Tensor, activation: str) -> int:
     """F, the number of columns of a; checks the activation and the columns of h."""
-    check_one_of(op, "activation", activation, list(GATED))
     columns = h.shape[1]
-    if not GATED[activation]:
+    if not is_gated(op, activation):
         return columns
     text = f"{op}: h must have an even number of columns with activation '{activation}', got {columns}"
     require(columns % 2 == 0, text)
@@ -351,6 +406,8 @@ def _(op, x, offs, scores, indices, top_k):
     check_optional_indices(op, x.shape[0], indices, top_k)
     if scores is not None:
         check_shape(op, "scores", scores, (x.shape[0] if top_k is None else x.shape[0] * top_k,))
+    rows = x.shape[0] if indices is None else indices.shape[0]
+    check_size(op, "x", padded_extent(rows, offs.shape[0], _ROWS_OF_PARTIAL_SUM), "rows with padding")
     return x.new_empty((offs.shape[0], x.shape[1]), dtype=torch.float32)
 
 

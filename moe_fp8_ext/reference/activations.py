@@ -17,7 +17,7 @@ from .signature import of_op
 from .tokens import permute_pad
 
 # Activations with gates and ups, and their gate functions. The others are their own gate functions.
-GATED = {"swiglu": "silu", "geglu": "gelu", "swiglu_oai": "clamped_silu"}
+GATED = {"swiglu": "silu", "geglu": "gelu"}
 
 
 def float32(value: float) -> float:
@@ -33,7 +33,7 @@ POWER = [1.0, 1.0, *map(float.fromhex, ("0x1.fffdfcp-2", "0x1.5557aep-3", "0x1.5
 GELU_LINEAR = float32(2 * math.sqrt(2 / math.pi))
 GELU_CUBIC = float32(0.044715 * 2 * math.sqrt(2 / math.pi))
 GELU_CUBIC_SLOPE = float32(3 * GELU_CUBIC)
-ALPHA, LIMIT = float32(1.702), 7.0
+CLAMP_OF_GPT_OSS = float32(1.702), 7.0, 1.0  # alpha, limit and offset of "swiglu_oai"
 
 
 def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
@@ -73,20 +73,34 @@ def sigmoids(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x < 0, smaller, larger), torch.where(x < 0, larger, smaller)
 
 
-def gate_function(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The value f and the slope f' of a gate function at x."""
+def clamp_of(activation: str) -> tuple[float, float, float] | None:
+    """alpha, limit and offset of a clamped SwiGLU: "swiglu_oai", or "clamped_swiglu(alpha, limit, offset)"."""
+    if activation.startswith("clamped_swiglu("):
+        return tuple(float32(float(number)) for number in activation[len("clamped_swiglu(") : -1].split(","))
+    return CLAMP_OF_GPT_OSS if activation == "swiglu_oai" else None
+
+
+def is_gated(activation: str) -> bool:
+    return activation in GATED or clamp_of(activation) is not None
+
+
+def gate_function(activation: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The value f and the slope f' of the gate function of an activation at x."""
+    name = GATED.get(activation, activation)
     if name == "relu2":
         positive = torch.where(x < 0, 0.0, x)
         return positive * positive, positive + positive
-    unclamped = ~(x > LIMIT) if name == "clamped_silu" else torch.ones_like(x, dtype=torch.bool)
-    x = torch.where(unclamped, x, LIMIT)
+    clamp = clamp_of(activation)
+    alpha, limit, _ = clamp or (1.0, math.inf, 0.0)
+    unclamped = ~(x > limit)
+    x = torch.where(unclamped, x, limit)
     z, z_slope = x, torch.ones_like(x)
     if name == "gelu":
         square = torch.where(x * x < 128, x * x, 128.0)
         z = x * fma(square, GELU_CUBIC, GELU_LINEAR)
         z_slope = fma(square, GELU_CUBIC_SLOPE, GELU_LINEAR)
-    elif name == "clamped_silu":
-        z, z_slope = x * ALPHA, torch.full_like(x, ALPHA)
+    elif clamp is not None:
+        z, z_slope = x * alpha, torch.full_like(x, alpha)
     sigmoid_z, sigmoid_minus_z = sigmoids(z)
     value = x * sigmoid_z
     return value, torch.where(unclamped, fma(value, sigmoid_minus_z * z_slope, sigmoid_z), 0.0)
@@ -94,7 +108,7 @@ def gate_function(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def gates_and_ups(h: Tensor, activation: str, interleaved: bool) -> tuple[Tensor, Tensor]:
     """h -> gates and ups in float32; activations without ups get ones."""
-    if activation not in GATED:
+    if not is_gated(activation):
         return h.float(), torch.ones_like(h, dtype=torch.float32)
     features = h.shape[1] // 2
     gate, up = (h[:, 0::2], h[:, 1::2]) if interleaved else (h[:, :features], h[:, features:])
@@ -102,17 +116,18 @@ def gates_and_ups(h: Tensor, activation: str, interleaved: bool) -> tuple[Tensor
 
 
 def up_factor(up: Tensor, activation: str) -> Tensor:
-    """The factor of f: up, or clamp(up, -7, 7) + 1 for "swiglu_oai"."""
-    if activation != "swiglu_oai":
+    """The factor of f: up, or clamp(up, -limit, limit) + offset."""
+    if (clamp := clamp_of(activation)) is None:
         return up
-    return torch.where(up > LIMIT, LIMIT, torch.where(up < -LIMIT, -LIMIT, up)) + 1
+    _, limit, offset = clamp
+    return torch.where(up > limit, limit, torch.where(up < -limit, -limit, up)) + offset
 
 
 @of_op
 def activate(h, activation, interleaved):
     """h [P, 2F], or [P, F] for activations without ups -> a [P, F]."""
     gate, up = gates_and_ups(h, activation, interleaved)
-    value, _ = gate_function(GATED.get(activation, activation), gate)
+    value, _ = gate_function(activation, gate)
     return round_to(value * up_factor(up, activation), h.dtype)
 
 
@@ -174,13 +189,13 @@ def activate_backward(grad, h, activation, scores, h_scale, format, indices, int
         h = dequantize(h, h_scale, format, out_dtype=torch.float32)
     gate, up = gates_and_ups(h, activation, interleaved)
     scores = torch.ones(len(h), device=h.device) if scores is None else scores
-    value, slope = gate_function(GATED.get(activation, activation), gate)
+    value, slope = gate_function(activation, gate)
     factor = up_factor(up, activation)
     a, w = value * factor, grad.float() * scores[:, None]
     grads = [(w * factor) * slope]
-    if activation in GATED:
-        is_clamped = (up.abs() > LIMIT) & (activation == "swiglu_oai")
-        grads.append(torch.where(is_clamped, 0.0, w * value))
+    if is_gated(activation):
+        clamp = clamp_of(activation)
+        grads.append(w * value if clamp is None else torch.where(up.abs() > clamp[1], 0.0, w * value))
     grad_h = torch.stack(grads, 2).flatten(1) if interleaved else torch.cat(grads, 1)
     grad_scores = (grad.double() * a.double()).sum(1)
     return round_to(grad_h, grad.dtype), round_to(a * scores[:, None], grad.dtype), round_to(grad_scores, torch.float32)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from activation_checks import ACTIVATIONS, GATED, SCORED, check_dscores, da_for, h_for, scored, scores_for
+from activation_checks import GATED, NAMED, SCORED, check_dscores, da_for, h_for, scored, scores_for
 from helpers import FP8_DTYPES, INPUT_DTYPES, assert_same, misaligned, pairs, short
 from simt_checks import ON_LINUX
 from simt_kernels import Waves, assert_zeros_between_columns
@@ -31,7 +31,7 @@ def check_backward(
 
 @pytest.mark.parametrize(
     *pairs(
-        activation=ACTIVATIONS,
+        activation=NAMED,
         dtype=INPUT_DTYPES,
         p=[0, 1, 35],
         f=[0, 1, 8, 67, 264, 1040],
@@ -53,7 +53,7 @@ def test_activate(kernels, activation, dtype, p, f, interleaved, offset):
 
 @pytest.mark.parametrize(
     *pairs(
-        activation=ACTIVATIONS,
+        activation=NAMED,
         format=list(FORMATS),
         fp8=FP8_DTYPES,
         dtype=INPUT_DTYPES,
@@ -72,7 +72,7 @@ def test_fp8(kernels, activation, format, fp8, dtype, f, interleaved, by):
 
 @pytest.mark.parametrize(
     *pairs(
-        activation=ACTIVATIONS,
+        activation=NAMED,
         format=list(FORMATS),
         p=[37, 300],
         f=[128, 256, 640, 1152],
@@ -143,7 +143,7 @@ def check_quantized(kernels, h, activation, format, how):
 
 @pytest.mark.parametrize(
     *pairs(
-        activation=ACTIVATIONS,
+        activation=NAMED,
         format=list(FORMATS),
         f=[128, 256, 1152],
         interleaved=[False, True],
@@ -161,7 +161,7 @@ def test_quantized_with_bias(kernels, activation, format, f, interleaved, keep_h
 
 @pytest.mark.parametrize(
     *pairs(
-        activation=ACTIVATIONS,
+        activation=NAMED,
         format=[name for name, f in FORMATS.items() if f.block],
         f=[8, 32, 160, 224, 264, 320, 704],
         interleaved=[False, True],
@@ -245,7 +245,7 @@ def check_quantized_backward(
 
 @pytest.mark.parametrize(
     *pairs(
-        activation=ACTIVATIONS,
+        activation=NAMED,
         f=[8, 72, 256, 264, 520],
         ends=[[131], [0, 16, 37, 37, 120], [], [0, 0], [1, 2, 3, 131]],
         align=[16, 32, 256],
@@ -279,7 +279,7 @@ def test_quantized_backward_of_long_rows(kernels, activation, f, interleaved):
 
 @pytest.mark.parametrize(
     *pairs(
-        activation=ACTIVATIONS,
+        activation=NAMED,
         format=[name for name, f in FORMATS.items() if f.block],
         f=[128, 384, 72, 192, 336],
         ends=[[331], [0, 16, 37, 37, 320], [], [0, 0], [1, 2, 130, 331]],
@@ -307,7 +307,7 @@ def test_quantized_backward_of_blocks(
 
 @pytest.mark.parametrize(
     *pairs(
-        activation=ACTIVATIONS,
+        activation=NAMED,
         format=list(FORMATS),
         f=[8, 72, 160, 256, 640, 2056],
         ends=[[61], [0, 16, 37, 37, 50], [], [0, 0]],
@@ -391,7 +391,7 @@ def test_quantized_backward_of_many_groups(kernels, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", NAMED)
 def test_quantized_backward_of_what_is_not_finite(kernels, activation, format):
     """A NaN or Inf poisons its row, and its columns within its group. Rows are as long as a team can hold."""
     x = h_for(activation, 9, 2048)
@@ -408,7 +408,7 @@ def test_every_byte(kernels, fp8):
     check_backward(kernels, q, torch.ones(2, 256).bfloat16(), "swiglu", h_scale=torch.ones(2), format="rowwise")
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", NAMED)
 def test_every_value(kernels, activation):
     """Gates and ups take every value of bfloat16, beside NaN and Inf."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 1024)

@@ -224,7 +224,7 @@ def test_gate_of_gpt_oss(strong):
 
 
 def test_gate_with_a_limit(strong, monkeypatch):
-    """The model's own code runs between two products of its bytes."""
+    """One operation, as DeepSeek-V4 has it."""
     strong.limit = limit = 1.0
     monkeypatch.setitem(experts_problem.GATED, "limited", lambda g, u: strong._apply_gate(torch.cat([g, u], -1)))
     # The unit of x through both factors, of a normal g and u: only values below the limit pass an error on.

@@ -458,7 +458,7 @@ MISTAKES = [
         "cuda_graph_impl='local'; a replay does not run the code that delays",
     ),
     (dict(activation_func=torch.tanh), _ACTIVATION.format("tanh", None)),
-    (dict(activation_func_clamp_value=7.0), _ACTIVATION.format("silu", 7.0)),
+    (dict(activation_func=functional.gelu, activation_func_clamp_value=7.0), _ACTIVATION.format("gelu", 7.0)),
 ]
 
 

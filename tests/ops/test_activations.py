@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
-from activation_checks import ACTIVATIONS, GATED, check_dscores, da_for, h_for, scored, scores_for
+from activation_checks import ACTIVATIONS, CLAMPED, GATED, check_dscores, da_for, h_for, scored, scores_for
 from derivatives import SPELLINGS, check_no_second_derivative, check_no_tangent
 from helpers import (
     FP8_DTYPES,
@@ -32,7 +33,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_fp8_ext import reference
+from moe_fp8_ext import clamped_swiglu, ops, reference
 from moe_fp8_ext.ops import activate, activate_backward, quantize_rows
 from moe_fp8_ext.reference.numerics import FORMATS
 
@@ -151,6 +152,9 @@ def test_is_the_function(activation):
     assert ((dh[:, 0].double() - sum(terms)).abs() <= near * size + 2.0**-110).all()
 
 
+CLAMPS = {"swiglu_oai": (1.702, 7, 1), CLAMPED: (0.75, 1.5, -0.25)}  # alpha, limit, offset
+
+
 def plain(h: Tensor, activation: str, interleaved: bool) -> Tensor:
     """Computes the activation with torch's own functions."""
     if activation not in GATED:
@@ -159,10 +163,12 @@ def plain(h: Tensor, activation: str, interleaved: bool) -> Tensor:
             activation
         ](h)
     gate, up = (h[:, ::2], h[:, 1::2]) if interleaved else h.chunk(2, 1)
-    if activation == "swiglu_oai":
+    if activation in CLAMPS:
+        alpha, limit, offset = CLAMPS[activation]
         # Not clamp, whose gradient at the limits is 1 in torch 2.13 and 0 in 2.14.
-        gate, up = torch.where(gate > 7, 7, gate), torch.where(up > 7, 7, torch.where(up < -7, -7, up))
-        return gate * torch.sigmoid(gate * 1.702) * (up + 1)
+        gate = torch.where(gate > limit, limit, gate)
+        up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
+        return gate * torch.sigmoid(gate * alpha) * (up + offset)
     return plain(gate, {"swiglu": "silu", "geglu": "gelu"}[activation], False) * up
 
 
@@ -174,7 +180,7 @@ def test_gradients(activation, interleaved, dtype, spelling, device):
     """Compares with autograd of torch's functions in float64, at the clamps too."""
     h = torch.randn(60, 64, device=device) * 4
     h[:20] = h[:20].round()
-    h[0], h[1], h[2] = 7, -7, 0
+    h[0], h[1], h[2], h[3], h[4] = 7, -7, 0, 1.5, -1.5
     h = h.to(dtype)
     da = torch.randn(60, 32 if activation in GATED else 64, device=device).to(dtype)
     double = h.double().requires_grad_()
@@ -424,3 +430,39 @@ def test_error_on_another_device(argument, device):
     there = {name: t.to(other if name == argument else device) for name, t in there.items()}
     with pytest.raises(RuntimeError, match=f": {argument} must be on the device of h, .*got {other}"):
         activate_backward(**there, activation="swiglu", format="rowwise")
+
+
+def test_names_of_clamped_swiglu():
+    """Numbers stand in the order of the formula."""
+    assert clamped_swiglu(7, 1.702, 1) == "swiglu_oai"
+    name = clamped_swiglu(limit=10, alpha=0.1)
+    assert name == "clamped_swiglu(0.1, 10.0, 0.0)"
+    h = torch.randn(5, 16) * 10
+    assert_same(ops.activate(h, name), ops.activate(h, "clamped_swiglu(1e-1, 10, 0)"))
+    assert_same(ops.activate(h, "clamped_swiglu(1.702, 7, 1)"), ops.activate(h, "swiglu_oai"))
+    assert_same(ops.activate(h, clamped_swiglu(1e30)), ops.activate(h, "swiglu"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "options", "message"),
+    [
+        (0, {}, "limit must be positive, got 0"),
+        (-1.0, {}, "limit must be positive, got -1.0"),
+        (math.inf, {}, "limit must be a finite number, got inf"),
+        (1, dict(alpha=1e39), r"alpha must be finite in float32, got 1e\+39"),
+        (1, dict(offset=math.nan), "offset must be a finite number, got nan"),
+    ],
+)
+def test_errors_of_clamped_swiglu(limit, options, message):
+    with pytest.raises(RuntimeError, match=f"^clamped_swiglu: {message}$"):
+        clamped_swiglu(limit, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["clamped_swiglu(1, 2)", "clamped_swiglu(1, 0, 1)", "clamped_swiglu(1, 2, x)", "clamped"]
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_names_that_are_no_activation(name, device):
+    text = f"activate: activation must be 'swiglu', .* or 'relu2', got '{re.escape(name)}'"
+    with pytest.raises(RuntimeError, match=text):
+        ops.activate(torch.zeros(2, 4, device=device), name)

@@ -6,10 +6,12 @@ import torch
 from helpers import wide
 from torch import Tensor
 
-from moe_fp8_ext import reference
+from moe_fp8_ext import clamped_swiglu, reference
 
-GATED = ("swiglu", "geglu", "swiglu_oai")
+CLAMPED = clamped_swiglu(1.5, alpha=0.75, offset=-0.25)
+GATED = ("swiglu", "geglu", "swiglu_oai", CLAMPED)
 ACTIVATIONS = (*GATED, "silu", "gelu", "relu2")
+NAMED = tuple(name for name in ACTIVATIONS if name != CLAMPED)  # that the emulator knows
 
 
 def h_for(activation: str, p: int, f: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Tensor:

@@ -57,7 +57,7 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Reader& 
         for (int j = 0; j < n; ++j) {
           const float grad = access.element(grads[r][i], j);
           const ActivationGradient g =
-              activation_gradient<kActivation>(h_values.gate[j], h_values.up[j], score[r] * grad);
+              activation_gradient<kActivation>(h_values.gate[j], h_values.up[j], score[r] * grad, p.h.clamp);
           dot[r] = fmaf(grad, g.a, dot[r]);
           a[j] = score[r] * g.a;
           dh.gate[j] = g.gate;

@@ -78,7 +78,7 @@ MOE_DEVICE void cast_rows(const GradientsPlan& p, const ChunkRows& rows, [[maybe
         float values[3][kLaneRows];
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) {
-          const ActivationGradient gradient = g[i].gradient(j);
+          const ActivationGradient gradient = g[i].gradient(p, j);
           values[0][i] = gradient.gate;
           if constexpr (kProjections > 1) values[1][i] = gradient.up;
           values[kProjections][i] = g[i].score * gradient.a;

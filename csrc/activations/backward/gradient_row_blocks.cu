@@ -89,7 +89,7 @@ MOE_DEVICE void quantize_gradient_rows(const GradientRowBlocksPlan& p, int wave_
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     uint32_t a[kFeatures / 2];
-    dots[i] = g[i].round([&](int j) { return g[i].gradient(j); }, dh[i], a);
+    dots[i] = g[i].round([&](int j) { return g[i].gradient(p, j); }, dh[i], a);
     if (vec >= p.vecs) dots[i] = 0;
     g[i].keep(p, row(i), v, dh[i], a);
 #pragma unroll

@@ -50,7 +50,7 @@ struct RowTeamPass {
 #pragma unroll
       for (int i = 1; i < kRows; ++i)
         if (t >= i * kMagnitudes) scale = g[i].scale[0];
-      G::tabulate(tables.rows[t / kMagnitudes], t % kMagnitudes, scale);
+      G::tabulate(p, tables.rows[t / kMagnitudes], t % kMagnitudes, scale);
     }
     team_barrier();
   }
@@ -65,8 +65,8 @@ struct RowTeamPass {
   // Rounds the gradients of a row. Returns the thread's part of dscores.
   MOE_DEVICE float round_row(const G& g, const Point* table, Pairs& dh, uint32_t (&a)[kFeatures / 2]) const {
     const auto gradient_of = [&](int j) {
-      if constexpr (kTabulated) return g.gradient(j, table);
-      else return g.gradient(j);
+      if constexpr (kTabulated) return g.gradient(p, j, table);
+      else return g.gradient(p, j);
     };
     const float dot = g.round(gradient_of, dh, a);
     return valid ? dot : 0;

@@ -114,7 +114,7 @@ MOE_DEVICE void differentiate_rows(const GradientTilesPlan& p, const QuantizedTi
       wave_barrier();  // one row's values after the other's: there are no registers for both at once
       typename G::Pairs dh;
       Vec16 a;
-      dots[i] = g[i].round([&](int j) { return g[i].gradient(j); }, dh, a.w);
+      dots[i] = g[i].round([&](int j) { return g[i].gradient(p, j); }, dh, a.w);
       if (number >= p.vecs) dots[i] = 0;
       if (step + kInFlight < kSteps) g[i] = load(step + kInFlight + i);
       const int row = row_in_tile(step + i);

@@ -134,12 +134,13 @@ struct Gradients {
   MOE_DEVICE float da_value(int j) const { return element<BF16>(da.w[j / 2], j % 2); }
   MOE_DEVICE float up(int j) const { return kGated ? value(kProjections - 1, j) : 0.f; }
   // The gradient of feature j.
-  MOE_DEVICE ActivationGradient gradient(int j) const {
-    return activation_gradient<kActivation>(value(0, j), up(j), score * da_value(j));
+  MOE_DEVICE ActivationGradient gradient(const GradientInputs& p, int j) const {
+    return activation_gradient<kActivation>(value(0, j), up(j), score * da_value(j), p.gradients.h.clamp);
   }
   // The same gradient, from a table of the curve for this row, which is indexed by the byte of the gate.
-  MOE_DEVICE ActivationGradient gradient(int j, const Point* table) const {
-    return activation_gradient<kActivation>(table[h.byte(column(0, j))], up(j), score * da_value(j));
+  MOE_DEVICE ActivationGradient gradient(const GradientInputs& p, int j, const Point* table) const {
+    const Point& gate = table[h.byte(column(0, j))];
+    return activation_gradient<kActivation>(gate, up(j), score * da_value(j), p.gradients.h.clamp);
   }
   // Rounds dh and scores * a of all eight features; gradient_of(j) is the gradient of feature j. Returns the eight
   // features' part of dscores.
@@ -193,12 +194,13 @@ struct Gradients {
                    Vec16{{a[0], a[1], a[2], a[3]}});
   }
   // Fills the two entries of a table for a gate of these bits and for its negative. The negative of a FNUZ zero is NaN.
-  static MOE_DEVICE void tabulate(Point* table, int bits, float scale) {
+  static MOE_DEVICE void tabulate(const GradientInputs& p, Point* table, int bits, float scale) {
+    const Clamp& clamp = p.gradients.h.clamp;
     const int negated = bits | kMagnitudes;
     const float gate = decode_native<false>(uint32_t(bits), 0) * scale;
-    table[bits] = curve_at<kCurve>(gate);
+    table[bits] = curve_at<kCurve>(gate, clamp);
     const bool symmetric = kHardwareFp8 != HardwareFp8::kFNUZ;
-    table[negated] = curve_at<kCurve>(symmetric ? -gate : decode_native<false>(uint32_t(negated), 0) * scale);
+    table[negated] = curve_at<kCurve>(symmetric ? -gate : decode_native<false>(uint32_t(negated), 0) * scale, clamp);
   }
   // Shifts the registers so that feature n becomes feature 0.
   template <int n>

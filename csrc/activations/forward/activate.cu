@@ -31,7 +31,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kActivateBlocks)
           const GateUp<n> g = reader.decode(h, raw[i]);
           float a[n];
 #pragma unroll
-          for (int j = 0; j < n; ++j) a[j] = activated<kActivation>(g.gate[j], g.up[j]);
+          for (int j = 0; j < n; ++j) a[j] = activated<kActivation>(g.gate[j], g.up[j], p.h.clamp);
           access.store(out, int64_t(v) * n, a);
         }
       }

@@ -150,7 +150,7 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedPlan& p, Map& map, typename
         float values[kFeaturesPerVec];
 #pragma unroll
         for (int j = 0; j < kFeaturesPerVec; ++j)
-          values[j] = activated<decltype(activation)::value>(g.gate[j], g.up[j]);
+          values[j] = activated<decltype(activation)::value>(g.gate[j], g.up[j], p.h.clamp);
         a[r][i] = {{Access::packed_vec(values)}};
         accumulate(a_max[r], a[r][i].vectors[0], i);
 #pragma unroll
