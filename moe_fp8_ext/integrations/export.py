@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_fp8_ext import ops
 from moe_fp8_ext.integrations.fp8_checkpoint import dequantized, is_marked, names_of, scale_shape
-from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, fail, is_int
+from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, check_not_meta, dtype_name, fail, is_int
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
 _BLOCK = 128
@@ -324,9 +324,9 @@ class _Plan:
 
     def _check_tensor(self, name: str, tensor: Tensor, scale: Tensor | None) -> None:
         text = f"{name} must be"
-        if type(tensor) is not Tensor or tensor.is_meta:
-            what = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
-            fail(self.op, f"{text} a whole tensor with values, got one {what}: gather or load it first")
+        check_not_meta(self.op, name, tensor)
+        if type(tensor) is not Tensor:
+            fail(self.op, f"{text} a whole tensor, got a {type(tensor).__name__}: gather it first")
         is_quantized = name in self.quantized
         if is_quantized and tensor.dtype not in (*INPUT_DTYPES, _FP8):
             fail(self.op, f"{text} bfloat16, float16, float32 or float8_e4m3fn, got {dtype_name(tensor.dtype)}")

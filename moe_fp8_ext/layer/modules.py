@@ -23,6 +23,7 @@ from moe_fp8_ext.ops.checks import (
     check_dense,
     check_has_forward,
     check_int,
+    check_not_meta,
     check_one_of,
     check_output,
     check_parameter_dtype,
@@ -172,8 +173,8 @@ class Experts(nn.Module):
                 element, and saves the transpose in backward. Other formats always hold both directions.
 
         Raises:
-            RuntimeError: the recipe does not always multiply in FP8, such as "bf16" and "auto"; or a weight is no
-                parameter, because it is parametrized. Nothing is changed.
+            RuntimeError: the recipe does not always multiply in FP8, such as "bf16" and "auto"; a weight is no
+                parameter, because it is parametrized; or it is on the meta device. Nothing is changed.
         """
         check_bool("Experts.freeze_", "both", both)
         recipe, names = self.options["recipe"], (self.up, "down_proj")
@@ -184,6 +185,8 @@ class Experts(nn.Module):
         for name in names:
             text = f"Experts.freeze_: {name} must be a parameter of the module, got one that is computed"
             require(name in own, f"{text}; call torch.nn.utils.parametrize.remove_parametrizations first")
+            if isinstance(weight := getattr(self, name), Tensor):
+                check_not_meta("Experts.freeze_", name, weight)
         alone = FORMATS[recipe.format].has_square_blocks and not both
         how = dict(dtype=recipe.dtype, rounding=recipe.rounding)
         for name in names:
