@@ -28,6 +28,7 @@ OF_OTHERS = {
     "integrations/convert.py": {"_grouped_mm"},  # of torchtitan's experts
     "integrations/export.py": {"_keys_to_ignore_on_save"},  # of Transformers' models
     "integrations/fp8_loading.py": {"_experts_implementation"},
+    "integrations/peft.py": {"_check_merge_allowed"},  # of PEFT's models
     "integrations/torchtitan.py": {"_owner"},
     "integrations/transformers.py": {"_apply_gate", "_experts_implementation"},
 }
