@@ -643,12 +643,11 @@ def test_experts_that_are_not_converted_keep_their_wrappers() -> None:
 
 
 def test_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs the blocks of the page in order, without TRL's."""
+    """Runs the blocks of the page in order. test_sft_trainer and test_fp8_checkpoint_over_ranks.py run the others."""
     tiny_model("qwen3_moe", "eager").save_pretrained(tmp_path)
     names: dict[str, object] = dict(path=tmp_path, torch=torch, prompt=dict(input_ids=torch.arange(3, 9)[None]))
-    start, training, attention, evaluation = (
-        block for block in blocks("docs/finetuning.md") if block not in blocks("docs/finetuning.md", "TRL")
-    )
+    others = [block for section in ("Several GPUs", "TRL") for block in blocks("docs/finetuning.md", section)]
+    start, training, attention, evaluation = (b for b in blocks("docs/finetuning.md") if b not in others)
     exec(start, names)
     assert "'blockwise'" in capsys.readouterr().out
     model = names["model"]
