@@ -51,6 +51,10 @@ class AllToAll:
         recipe: str | Recipe = "blockwise",
         device: torch.device | str = "cuda",
     ) -> None:
+        if not hasattr(group, "group_name"):
+            fail(
+                _OP, f"group must be a ProcessGroup, such as torch.distributed.group.WORLD, got {type(group).__name__}"
+            )
         self.recipe, self.num_experts = get_recipe(recipe, _OP), num_experts
         check_sizes(_OP, num_experts, tokens=tokens, top_k=top_k)
         self.sizes = top_k, num_experts // group.size()
