@@ -44,13 +44,13 @@ def checked(config: TransformerConfig, ranks: Ranks) -> str:
     text = "config.moe_ffn_hidden_size must be divisible by the size of expert tensor parallelism, got {} and {}"
     require(sizes[0] % sizes[1] == 0, f"{_HERE}: {text.format(*sizes)}")
     gate = bool(config.gated_linear_unit), config.glu_linear_offset, config.activation_func_clamp_value
-    known = _ACTIVATIONS.get((config.activation_func, *gate))
-    if known is None:
+    activation = _ACTIVATIONS.get((config.activation_func, *gate))
+    if activation is None:
         name = getattr(config.activation_func, "__name__", config.activation_func)
         got = f"{name} with gated_linear_unit={gate[0]}, glu_linear_offset={gate[1]}, clamp={gate[2]}"
-        names = ", ".join(sorted({activation.__name__ for activation, *_ in _ACTIVATIONS}))
+        names = ", ".join(sorted({function.__name__ for function, *_ in _ACTIVATIONS}))
         require(False, f"{_HERE}: config.activation_func must be one of {names} as ops.activate defines it, got {got}")
-    return known
+    return activation
 
 
 def _check_graphs(config: TransformerConfig) -> None:
@@ -80,5 +80,5 @@ def _in_graph(impl: str, scopes: set[str], is_hybrid: bool) -> bool:
     """
     if impl == "none":
         return False
-    held = {"moe", "full_iteration"} if impl != "local" or is_hybrid else {"moe", "full_iteration", "attn"}
-    return not scopes or bool(scopes & held)
+    with_experts = {"moe", "full_iteration"} if impl != "local" or is_hybrid else {"moe", "full_iteration", "attn"}
+    return not scopes or bool(scopes & with_experts)
