@@ -152,7 +152,7 @@ def adoption_table(results: dict[str, dict]) -> str:
 def place_of(rows: list[dict], result: dict) -> str:
     """The GPU, the versions and the commit of rows. Older results have no version of Transformers."""
     versions = [f"torch {result['torch'].partition('+')[0]}"] if "torch" in result else []
-    versions += [f"Transformers {result['transformers']}" if "transformers" in result else "unknown Transformers"]
+    versions.append(f"Transformers {result.get('transformers', '(version not recorded)')}")
     return f"{', '.join((result['device'], *versions))} at {commits_of(rows, result)}"
 
 

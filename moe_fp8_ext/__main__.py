@@ -26,10 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = found["machine"]["gpus"]
     device = "cuda" if gpus and gpus[0]["has_code"] else "cpu"
     if options.check:
-        done = found["check"] = check.check(device)
+        checks = found["check"] = check.check(device)
         where = "GPU 0" if device == "cuda" else "CPU, because the build has no code for a GPU here"
-        failed = done["failed"]
-        lines.append(f"check: {done['calls']} calls on the {where}, against {done['against']}: {len(failed)} failed")
+        failed = checks["failed"]
+        lines.append(
+            f"check: {checks['calls']} calls on the {where}, against {checks['against']}: {len(failed)} failed"
+        )
         lines += [f"FAILED {failure}" for failure in failed]
     if options.speed and device == "cuda":
         found["speed"] = speed.speed()

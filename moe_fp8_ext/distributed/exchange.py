@@ -35,7 +35,7 @@ _combine = torch.ops.moe_fp8.combine.default
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
 
 
-class Sent(NamedTuple):
+class PendingMessage(NamedTuple):
     """A message that is on its way, here and to every other rank."""
 
     transfer: Transfer
@@ -156,7 +156,7 @@ class ExchangedTokens(Source):
     ) -> None:
         self.exchange, self.routes, self.call, self.needs, self.columns = exchange, routes, call, needs, columns
         self.due: list[tuple[str, int]] = []
-        self.arriving: list[Sent] = []
+        self.arriving: list[PendingMessage] = []
         self._width = columns[0].width
 
     def start(self, rows: Sequence[Tensor]) -> None:
@@ -176,26 +176,27 @@ class ExchangedTokens(Source):
         chunks = range(len(self.routes))
         back = [message for message, needed in zip((DSCORES, DX), self.needs, strict=True) if needed]
         self.due = [(GRADIENT, i) for i in chunks] + [(message, i) for i in chunks for message in back]
-        sent = []
+        pending = []
         for part, route in zip(row_major(dout).tensor_split(len(self.routes)), self.routes, strict=True):
             message = self.exchange.gradient(part)
-            sent.append((self._send(message.rows(0, route.indices, route.inverse)), message.columns()))
-        return (self.exchange.operand(*read(of_chunk.receive(), columns)) for of_chunk, columns in sent)
+            pending.append((self._send(message.rows(0, route.indices, route.inverse)), message.columns()))
+        return (self.exchange.operand(*read(of_chunk.receive(), columns)) for of_chunk, columns in pending)
 
-    def give_back(self, rows: Tensor) -> Sent:
+    def give_back(self, rows: Tensor) -> PendingMessage:
         return self._send(rows)
 
-    def collect(self, given_back: Sequence[Sent]) -> Tensor:
-        parts = [_combine(sent.receive(), to.inverse, None) for sent, to in zip(given_back, self.routes, strict=True)]
+    def collect(self, given_back: Sequence[PendingMessage]) -> Tensor:
+        both = zip(given_back, self.routes, strict=True)
+        parts = [_combine(pending.receive(), route.inverse, None) for pending, route in both]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _send(self, rows: Tensor, raised: bool = False) -> Sent:
+    def _send(self, rows: Tensor, raised: bool = False) -> PendingMessage:
         """Sends the rows of the message that is due next."""
         (message, chunk), static = self.due.pop(0), self.exchange.static
         if static is not None:
             static.write_headers(rows, self.call, message, raised)
         send = self.routes[chunk].send if message in (TOKENS, GRADIENT) else self.routes[chunk].send_back
-        return Sent(send(rows), self.call, message, static)
+        return PendingMessage(send(rows), self.call, message, static)
 
     @contextmanager
     def completed(self) -> Iterator[None]:

@@ -351,12 +351,12 @@ def _said(name: str, value: object) -> str:
 
 def _agree(group: dist.ProcessGroup, **given: object) -> None:
     """Raises on all ranks if arguments differ. Call it before other checks: they then raise on all ranks too."""
-    mine = {name: _said(name, value) for name, value in given.items()}
-    of_ranks = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, mine, group)
-    here = named([dist.get_rank(group)], group)
-    for rank, theirs in enumerate(of_ranks):
-        for name, value in mine.items():
-            if theirs[name] != value:
-                there = f"{theirs[name]} on {named([rank], group)}"
-                refuse(f"{name} must be the same on all ranks, got {value} on {here} and {there}")
+    texts = {name: _said(name, value) for name, value in given.items()}
+    of_ranks = [texts] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, texts, group)
+    this_rank = named([dist.get_rank(group)], group)
+    for rank, of_rank in enumerate(of_ranks):
+        for name, text in texts.items():
+            if of_rank[name] != text:
+                other = f"{of_rank[name]} on {named([rank], group)}"
+                refuse(f"{name} must be the same on all ranks, got {text} on {this_rank} and {other}")

@@ -73,5 +73,5 @@ class Message(NamedTuple):
             x = row_major(cast(self.x, torch.bfloat16))
             return _pack_tokens(x, self.ids, self.scores, None, indices, inverse.shape[1], num_experts)
         format, *how = self.casts
-        known = row_major(self.x), self.ids, self.scores
-        return _quantize_and_pack(*known, format, indices, inverse, num_experts, *how)
+        tensors = row_major(self.x), self.ids, self.scores
+        return _quantize_and_pack(*tensors, format, indices, inverse, num_experts, *how)

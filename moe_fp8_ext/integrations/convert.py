@@ -171,8 +171,8 @@ def convert_(
     `convert_` again, the last recipe counts.
 
     If PEFT has put adapters on parameters of the experts (`target_parameters`), converted experts multiply by their
-    factors, and never compute W + B A. For this, `convert_` also replaces the forward of PEFT's wrappers. So call
-    `convert_` after `get_peft_model`.
+    factors, and never compute W + B A. For this, `convert_` also replaces the forward of PEFT's wrappers. It makes PEFT
+    refuse to merge adapters into FP8. So call `convert_` after `get_peft_model`.
 
     Args:
         model: the model, or the experts themselves.
@@ -292,10 +292,15 @@ def _new_swap(module: nn.Module, attribute: str, value: object) -> _Swap:
 
 
 def _swaps_of_adapters(model: nn.Module, converted: list[nn.Module]) -> list[tuple[nn.Module, _Swap]]:
-    """Returns the swaps of PEFT's wrappers, which then pass their adapters to converted experts as factors."""
+    """Returns the swaps of PEFT's wrappers, which then pass their adapters to converted experts as factors.
+
+    And of PEFT's models around them, which then refuse to merge adapters into FP8.
+    """
     experts = {id(module) for module in converted}
     wrappers = [module for module in model.modules() if id(peft.wrapped(module)) in experts]
-    return [(wrapper, _new_swap(wrapper, *peft.replacement(wrapper))) for wrapper in wrappers]
+    swaps = [(wrapper, _new_swap(wrapper, *peft.replacement(wrapper))) for wrapper in wrappers]
+    tuners = filter(peft.can_merge, model.modules() if wrappers else ())
+    return swaps + [(tuner, _new_swap(tuner, *peft.merge_check(tuner))) for tuner in tuners]
 
 
 def _swap_of(module: nn.Module) -> _Swap | None:

@@ -63,7 +63,7 @@ def experts(
     validate_ids(_OP, topk_ids, num_experts)
     rule = rule_of_tokens(call.recipe) if call.recipe.format == "blockwise" else None
     rows, scores, quantized, ids, handle = _Dispatch.apply(buffer, topk_ids, num_experts, rule, x, scores)
-    source, call = RoutedTokens(ids, call.experts, quantized), call._replace(arrived=rule is not None)
+    source, call = RoutedTokens(ids, call.experts, quantized), call._replace(x_is_quantized=rule is not None)
     out = LayerFunction.apply(call, source, None, rows, scores, *rest)
     return cast(_Combine.apply(buffer, handle, out), x.dtype)
 
@@ -79,8 +79,8 @@ class _Dispatch(torch.autograd.Function):
             cast_rows = quantize_rows(sent, rule.format, dtype=rule.dtype, rounding=rule.rounding)
             sent = tuple(t.contiguous() for t in cast_rows)
         counts = dict(num_tokens_per_rank=to_ranks, num_tokens_per_rdma_rank=to_nodes, num_tokens_per_expert=to_experts)
-        known = dict(is_token_in_rank=is_sent, topk_idx=ids, topk_weights=scores)
-        rows, ids, scores, _, handle, _ = buffer.dispatch(sent, **counts, **known)
+        routing = dict(is_token_in_rank=is_sent, topk_idx=ids, topk_weights=scores)
+        rows, ids, scores, _, handle, _ = buffer.dispatch(sent, **counts, **routing)
         quantized = None if rule is None else Operand(*rows)
         if quantized is not None:  # a stand-in gets the gradient
             rows = x.new_empty((), dtype=torch.bfloat16).expand(quantized.values.shape)

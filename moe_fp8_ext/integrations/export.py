@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_fp8_ext import ops
 from moe_fp8_ext.integrations.fp8_checkpoint import dequantized, is_marked, names_of, scale_shape
-from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, fail, is_int
+from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, check_not_meta, dtype_name, fail, is_int
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
 _BLOCK = 128
@@ -193,17 +193,17 @@ class _Plan:
 
         A checkpoint has one format of scales. If the model has FP8 weights already, their scales decide it.
         """
-        own, dtype = None, torch.float32
+        rounding, dtype = None, torch.float32
         if any(_is_fp8(p) for p in self.model.parameters()):
-            own = "pow2" if self._config_of_fp8().get("scale_fmt") == "ue8m0" else "exact"
+            rounding = "pow2" if self._config_of_fp8().get("scale_fmt") == "ue8m0" else "exact"
             dtype = next((p.dtype for name, p in self.model.named_parameters() if name.endswith(_SCALE)), dtype)
         if recipe is None:
-            return own or "exact", dtype
+            return rounding or "exact", dtype
         recipe = get_recipe(recipe, self.op)
         if recipe.format != "blockwise" or recipe.dtype not in (None, _FP8):
             fail(self.op, f"recipe must be 'blockwise', with dtype None or float8_e4m3fn, got {recipe!r}")
-        if own not in (None, recipe.rounding):
-            text = f"recipe must have the rounding of the model's own FP8 weights, {own!r}"
+        if rounding not in (None, recipe.rounding):
+            text = f"recipe must have the rounding of the model's own FP8 weights, {rounding!r}"
             fail(self.op, f"{text}, got {recipe.rounding!r}: leave the recipe out")
         return recipe.rounding, dtype
 
@@ -279,22 +279,22 @@ class _Plan:
                 of_parent.setdefault(name.rpartition(".")[0], []).append(name)
         kept = {"", *(name.rpartition(".")[0] for name, module in self.modules.items() if is_marked(module))}
         head = self.model.get_output_embeddings()
-        taken = []
+        chosen = []
         for parent, names in of_parent.items():
             layers = [self.modules[name] for name in names]
             fits = not any(size % _BLOCK for layer in layers for size in layer.weight.shape)
-            taken += names if fits and parent not in kept and head not in layers else []
-        return taken
+            chosen += names if fits and parent not in kept and head not in layers else []
+        return chosen
 
     def _tensors_of(self, module_name: str, module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Yields the tensors of a module itself that a checkpoint has: full name, tensor, and the scales of FP8."""
         state = module.state_dict().items()
-        own = {name: t.detach() for name, t in state if "." not in name and isinstance(t, Tensor)}
-        for name, tensor in own.items():
+        tensors = {name: t.detach() for name, t in state if "." not in name and isinstance(t, Tensor)}
+        for name, tensor in tensors.items():
             full = f"{module_name}.{name}".lstrip(".")
-            is_scale = name.endswith(_SCALE) and name.removesuffix(_SCALE) in own
+            is_scale = name.endswith(_SCALE) and name.removesuffix(_SCALE) in tensors
             if not is_scale and full not in self.left_out:
-                yield full, tensor, own.get(name + _SCALE)
+                yield full, tensor, tensors.get(name + _SCALE)
 
     def _check_tensors(self) -> list[str]:
         """Checks every tensor, and that no two come under one name. Returns the names of `skipped`."""
@@ -324,9 +324,9 @@ class _Plan:
 
     def _check_tensor(self, name: str, tensor: Tensor, scale: Tensor | None) -> None:
         text = f"{name} must be"
-        if type(tensor) is not Tensor or tensor.is_meta:
-            what = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
-            fail(self.op, f"{text} a whole tensor with values, got one {what}: gather or load it first")
+        check_not_meta(self.op, name, tensor)
+        if type(tensor) is not Tensor:
+            fail(self.op, f"{text} a whole tensor, got a {type(tensor).__name__}: gather it first")
         is_quantized = name in self.quantized
         if is_quantized and tensor.dtype not in (*INPUT_DTYPES, _FP8):
             fail(self.op, f"{text} bfloat16, float16, float32 or float8_e4m3fn, got {dtype_name(tensor.dtype)}")
@@ -395,20 +395,20 @@ def _write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_byte
     """Writes safetensors files as they fill up. Their names contain the number of files, so they come at the end."""
     from safetensors.torch import save_file
 
-    files, held = [[]], {}  # the names of each file, and the tensors of the last file
+    files, tensors_of_file = [[]], {}  # the names of each file, and the tensors of the last file
     size, total = 0, 0
 
     def flush() -> None:
-        save_file(held, folder / str(len(files)), metadata={"format": "pt"})
-        held.clear()
+        save_file(tensors_of_file, folder / str(len(files)), metadata={"format": "pt"})
+        tensors_of_file.clear()
 
     for name, tensor in tensors:
-        if held and size + tensor.nbytes > max_bytes:
+        if tensors_of_file and size + tensor.nbytes > max_bytes:
             flush()
             files.append([])
             size = 0
         # A copy on the host, contiguous and of its own memory, as safetensors needs it.
-        held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        tensors_of_file[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         files[-1].append(name)
         size, total = size + tensor.nbytes, total + tensor.nbytes
     flush()

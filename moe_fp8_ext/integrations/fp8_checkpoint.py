@@ -21,6 +21,7 @@ from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     check_filter,
     check_module,
+    check_not_meta,
     dtype_name,
     either,
     fail,
@@ -185,8 +186,8 @@ def master_weights_(
             replaces all.
 
     Raises:
-        RuntimeError: the model has no FP8 weights, a weight has an unknown layout, something wraps the model, or dtype
-            is not as above. Nothing has changed then.
+        RuntimeError: the model has no FP8 weights, a weight has an unknown layout or is offloaded, something wraps the
+            model, or dtype is not as above. Nothing has changed then.
         TypeError: model is no module, or filter is not callable.
     """
     from transformers import PreTrainedModel
@@ -221,19 +222,21 @@ def master_weights_(
 
 def _scales(module: nn.Module) -> dict[str, Tensor]:
     """Returns the scales of a module's FP8 weights, by the names of the weights."""
-    own = dict(module.named_parameters(recurse=False))
-    return {name: own[f"{name}_scale_inv"] for name in own if f"{name}_scale_inv" in own}
+    parameters = dict(module.named_parameters(recurse=False))
+    return {name: parameters[f"{name}_scale_inv"] for name in parameters if f"{name}_scale_inv" in parameters}
 
 
 def _check_plain(op: str, name: str, old: nn.Module, new: nn.Module) -> None:
     """Checks that a module's weights fit into the corresponding module of the model without quantization."""
     for weight, scale in _scales(old).items():
-        q, there = getattr(old, weight), getattr(new, weight, None)
+        q, replacement = getattr(old, weight), getattr(new, weight, None)
         is_square = scale.shape[-2:] == scale_shape(q)[-2:] and q.dtype == torch.float8_e4m3fn
         text = f"{op}: {name}.{weight} must be float8_e4m3fn with scales of blocks of {_BLOCK} x {_BLOCK}"
         require(is_square, f"{text}, got {dtype_name(q.dtype)} with scales {list(scale.shape)}; {_INSTEAD}")
-        fits = there is not None and there.shape == q.shape
-        got = None if there is None else list(there.shape)
+        for part in (weight, f"{weight}_scale_inv"):
+            check_not_meta(op, f"{name}.{part}", getattr(old, part))
+        fits = replacement is not None and replacement.shape == q.shape
+        got = None if replacement is None else list(replacement.shape)
         require(fits, f"{op}: {name}.{weight} must have the shape of the checkpoint, {list(q.shape)}, got {got}")
     for flag in ("is_transposed", "is_concatenated"):
         wanted, got = (getattr(module, flag, None) for module in (old, new))

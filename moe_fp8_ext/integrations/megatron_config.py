@@ -45,16 +45,16 @@ def checked(config: TransformerConfig, ranks: Ranks) -> str:
     text = "config.moe_ffn_hidden_size must be divisible by the size of expert tensor parallelism, got {} and {}"
     require(sizes[0] % sizes[1] == 0, f"{_HERE}: {text.format(*sizes)}")
     gate = bool(config.gated_linear_unit), config.glu_linear_offset, config.activation_func_clamp_value
-    known = _ACTIVATIONS.get((config.activation_func, *gate))
-    is_gated, offset, limit = gate
-    if known is None and is_gated and limit is not None and config.activation_func in _ALPHAS:
+    activation, (is_gated, offset, limit) = _ACTIVATIONS.get((config.activation_func, *gate)), gate
+    if activation is None and is_gated and limit is not None and config.activation_func in _ALPHAS:
         return clamped_swiglu(limit, _ALPHAS[config.activation_func], offset)
-    if known is None:
+    if activation is None:
         name = getattr(config.activation_func, "__name__", config.activation_func)
         got = f"{name} with gated_linear_unit={gate[0]}, glu_linear_offset={gate[1]}, clamp={gate[2]}"
-        names = ", ".join(sorted({activation.__name__ for activation in (*(a for a, *_ in _ACTIVATIONS), *_ALPHAS)}))
+        functions = {function for function, *_ in _ACTIVATIONS} | _ALPHAS.keys()
+        names = ", ".join(sorted(function.__name__ for function in functions))
         require(False, f"{_HERE}: config.activation_func must be one of {names} as ops.activate defines it, got {got}")
-    return known
+    return activation
 
 
 def _check_graphs(config: TransformerConfig) -> None:
@@ -84,5 +84,5 @@ def _in_graph(impl: str, scopes: set[str], is_hybrid: bool) -> bool:
     """
     if impl == "none":
         return False
-    held = {"moe", "full_iteration"} if impl != "local" or is_hybrid else {"moe", "full_iteration", "attn"}
-    return not scopes or bool(scopes & held)
+    with_experts = {"moe", "full_iteration"} if impl != "local" or is_hybrid else {"moe", "full_iteration", "attn"}
+    return not scopes or bool(scopes & with_experts)

@@ -96,6 +96,30 @@ def replacement(wrapper: nn.Module) -> tuple[str, object]:
     return "forward", functools.partial(_forward, wrapper)
 
 
+def can_merge(module: nn.Module) -> bool:
+    """Whether a module is PEFT's model around another, which merges adapters."""
+    return _is_of_peft(module) and hasattr(type(module), "_check_merge_allowed")
+
+
+def merge_check(tuner: nn.Module) -> tuple[str, object]:
+    """Returns the attribute that `convert_` replaces on PEFT's model, and its value.
+
+    `merge_adapter` and `merge_and_unload` call it before they merge anything. PEFT itself raises at the first weight in
+    FP8, when it has merged adapters of other modules.
+    """
+    return "_check_merge_allowed", functools.partial(_check_merge, tuner)
+
+
+def _check_merge(tuner: nn.Module) -> None:
+    for wrapper in tuner.modules():
+        experts = wrapped(wrapper)
+        if experts is not None and wrapper.lora_A and stored(experts, wrapper.parameter_name).dtype.itemsize == 1:
+            got = f"got {wrapper.parameter_name}, to which PEFT would add B A without its scales"
+            way_out = "load the checkpoint dequantized to merge, or call export_fp8(model, folder, merge_adapters=True)"
+            fail("moe_fp8", f"adapters must not be merged into weights in FP8, {got}; {way_out}")
+    type(tuner)._check_merge_allowed(tuner)
+
+
 def _forward(wrapper: nn.Module, *args: object, **kwargs: object) -> object:
     """The forward of PEFT's wrapper. If possible, it passes the adapters to the experts as factors."""
     lora = None if "adapter_names" in kwargs else _active(wrapper)

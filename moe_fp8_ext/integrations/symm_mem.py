@@ -51,6 +51,10 @@ class AllToAll:
         recipe: str | Recipe = "blockwise",
         device: torch.device | str = "cuda",
     ) -> None:
+        if not hasattr(group, "group_name"):
+            fail(
+                _OP, f"group must be a ProcessGroup, such as torch.distributed.group.WORLD, got {type(group).__name__}"
+            )
         self.recipe, self.num_experts = get_recipe(recipe, _OP), num_experts
         check_sizes(_OP, num_experts, tokens=tokens, top_k=top_k)
         self.sizes = top_k, num_experts // group.size()
@@ -82,7 +86,7 @@ class AllToAll:
         permutation, offs, inverse = sort_tokens(topk_ids.contiguous(), self.num_experts)
         counts = offs.diff(prepend=offs.new_zeros(1)).long()
         rows, ids, places, operand = _Dispatch.apply(self.rows, self.rule, permutation, inverse, counts, x)
-        call = call._replace(arrived=operand is not None)
+        call = call._replace(x_is_quantized=operand is not None)
         source, ones = RoutedTokens(ids, call.experts, operand), scores.new_ones(ids.shape)
         y = _Combine.apply(self.rows, places, counts, LayerFunction.apply(call, source, None, rows, ones, *rest))
         return cast(combine(y, inverse, scores), x.dtype)

@@ -98,9 +98,9 @@ def experts(
         topk_ids: [T, top_k] int32 or int64: experts of each token. An id out of [0, E) drops its slot;
             on a CPU, and inside `moe_fp8_ext.validate()`, all such ids except -1 raise.
         topk_scores: [T, top_k] bfloat16, float16 or float32, taken as float32.
-        w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, on a GPU 1023 with
-            "bf16", wgrad_high_precision or biases that need a gradient, and 1022 with adapters. Of any strides; a
-            contiguous one or its transposed view is not copied.
+        w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, and 1023 with
+            adapters. On a GPU E is at most 1023 with "bf16", wgrad_high_precision or biases that need a gradient, and
+            1022 with adapters. Of any strides; a contiguous one or its transposed view is not copied.
         w_down: [E, D, F], of any strides as w_gate_up. Either weight may also be one that `gather_in_fp8_` has
             gathered, or the pair that `quantize_weight` returns for it, in the recipe's format. A pair is a constant.
             With its main_grad, a pair is a trained weight that was quantized once for many calls of a graph. The first

@@ -23,6 +23,7 @@ from moe_fp8_ext.ops.checks import (
     check_dense,
     check_has_forward,
     check_int,
+    check_not_meta,
     check_one_of,
     check_output,
     check_parameter_dtype,
@@ -172,18 +173,20 @@ class Experts(nn.Module):
                 element, and saves the transpose in backward. Other formats always hold both directions.
 
         Raises:
-            RuntimeError: the recipe does not always multiply in FP8, such as "bf16" and "auto"; or a weight is no
-                parameter, because it is parametrized. Nothing is changed.
+            RuntimeError: the recipe does not always multiply in FP8, such as "bf16" and "auto"; a weight is no
+                parameter, because it is parametrized; or it is on the meta device. Nothing is changed.
         """
         check_bool("Experts.freeze_", "both", both)
         recipe, names = self.options["recipe"], (self.up, "down_proj")
         is_fp8 = recipe.format is not None and not recipe.bf16_where_faster
         text = f"Experts.freeze_: recipe must be one that always multiplies in fp8, got {recipe.name!r}"
         require(is_fp8, f"{text}; give Experts a recipe such as 'blockwise'")
-        own = {name for name, _ in (*self.named_parameters(recurse=False), *self.named_children())}
+        stored = {name for name, _ in (*self.named_parameters(recurse=False), *self.named_children())}
         for name in names:
             text = f"Experts.freeze_: {name} must be a parameter of the module, got one that is computed"
-            require(name in own, f"{text}; call torch.nn.utils.parametrize.remove_parametrizations first")
+            require(name in stored, f"{text}; call torch.nn.utils.parametrize.remove_parametrizations first")
+            if isinstance(weight := getattr(self, name), Tensor):
+                check_not_meta("Experts.freeze_", name, weight)
         alone = FORMATS[recipe.format].has_square_blocks and not both
         how = dict(dtype=recipe.dtype, rounding=recipe.rounding)
         for name in names:
@@ -204,8 +207,8 @@ class Experts(nn.Module):
 
     def _parameter(self, *size: int, **options: object) -> nn.Parameter:
         count = self.num_experts if self.ep is None else self.ep.ranks.num_local_experts
-        mine, mesh = torch.empty(count, *size, **options), getattr(self.ep, "mesh", None)
-        return nn.Parameter(mine if mesh is None else of_all(mine, mesh))
+        local, mesh = torch.empty(count, *size, **options), getattr(self.ep, "mesh", None)
+        return nn.Parameter(local if mesh is None else of_all(local, mesh))
 
     def reset_parameters(self) -> None:
         """Draws parameters as nn.Linear does: uniform, up to 1 / sqrt(inputs).

@@ -41,7 +41,7 @@ class Call(NamedTuple):
     dtype: torch.dtype | None  # torch.autocast's if it is on, else None
     experts: int
     features: int  # F, the width of an activation
-    arrived: bool  # whether x came quantized, so that its values before are not known
+    x_is_quantized: bool  # whether x came quantized, so that its values before are not known
     needs_x: bool
     needs_scores: bool
     up: ExpertLinear
@@ -142,7 +142,7 @@ class LayerFunction(torch.autograd.Function):
             w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # tokens may still travel
             w_down, down_t = down.operands(engine, call.dtype, transposed=call.needs_da)
             watches = watched(engine, up.weight, down.weight)
-            sent = None if call.arrived else inputs.x
+            sent = None if call.x_is_quantized else inputs.x
             watch = ctx.watch = None if watches is None else LayerWatch(*watches, call, sent)
             given_back, kept = [], []
             for chunk in source.chunks(inputs.x, inputs.scores):

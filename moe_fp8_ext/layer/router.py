@@ -229,9 +229,10 @@ class Router(_torch.ModuleWithFloat32):
             topk_ids: [T, top_k] int32 or int64, the choice of an earlier call or of a table, in place of this call's.
                 Scores are computed from this call's logits, with gradients. An id of -1 drops its slot. So does any id
                 out of [0, E), or it raises, as in `moe_fp8_ext.experts`. Without topk_scores, an expert may stand in
-                one slot of a token at most. On a CPU, and inside `moe_fp8_ext.validate()`, a second slot raises.
-            topk_scores: [T, top_k], with topk_ids only: these scores in place of computed ones. The weight then has
-                gradients of the losses alone.
+                one slot of a token at most: of several slots, only one would get a gradient. Where ids out of [0, E)
+                raise, such ids raise too.
+            topk_scores: [T, top_k] bfloat16, float16 or float32, with topk_ids only: these scores, as float32, in place
+                of computed ones. The weight then has gradients of the losses alone.
         """
         options = self._options(x, topk_ids)
         self._check_given(x, mask, topk_ids, topk_scores)
@@ -239,12 +240,17 @@ class Router(_torch.ModuleWithFloat32):
         logits, topk_ids, scores = choose(x, self.weight, mask, *options)
         self._count(topk_ids)
         loss = self._loss(logits, topk_ids, mask)
-        return Routing(topk_ids, scores if topk_scores is None else _of_real(topk_scores, mask), loss)
+        if topk_scores is not None:
+            scores = _of_real(cast(topk_scores, torch.float32), mask)
+        return Routing(topk_ids, scores, loss)
 
     def _check_given(self, x: Tensor, mask: Tensor | None, topk_ids: Tensor | None, topk_scores: Tensor | None) -> None:
         """Checks the arguments of a forward after x."""
         tokens, slots = (x.shape[0],), (x.shape[0], self.top_k)
-        for name, given, shape in (("mask", mask, tokens), ("topk_ids", topk_ids, slots)):
+        if topk_ids is None:
+            require(topk_scores is None, "Router: topk_scores must be None without topk_ids, got a tensor")
+        arguments = ("mask", mask, tokens), ("topk_ids", topk_ids, slots), ("topk_scores", topk_scores, slots)
+        for name, given, shape in arguments:
             if given is not None:
                 check_dense("Router", name, given, len(shape))
                 check_shape("Router", name, given, shape)
@@ -260,11 +266,9 @@ class Router(_torch.ModuleWithFloat32):
             ids = topk_ids if mask is None else topk_ids.masked_fill(~mask[:, None], -1)  # ids of padding may be any
             validate_ids("Router", ids, self.weight.shape[0])
             if topk_scores is None:
-                _check_once(ids)
+                _check_distinct(ids)
         if topk_scores is not None:
-            require(topk_ids is not None, "Router: topk_scores must be None without topk_ids, got a tensor")
-            check_dense("Router", "topk_scores", topk_scores, 2)
-            check_shape("Router", "topk_scores", topk_scores, slots)
+            check_dtype("Router", "topk_scores", topk_scores.dtype, *INPUT_DTYPES)
 
     def _options(self, x: Tensor, given_ids: Tensor | None) -> ChoiceOptions:
         """Checks x and returns the options of a forward."""
@@ -342,14 +346,14 @@ class Router(_torch.ModuleWithFloat32):
         return counts.scatter_add(0, topk_ids.flatten() + 1, torch.ones_like(topk_ids).flatten())[1:]
 
 
-def _check_once(topk_ids: Tensor) -> None:
-    """Checks that no token has an expert in two slots, whose scores and gradients would be wrong."""
-    ordered = topk_ids.sort(1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+def _check_distinct(topk_ids: Tensor) -> None:
+    """Checks that no token has an expert twice. Each slot would get its score, but only one slot its gradient."""
+    ids = topk_ids.sort(1).values
+    twice = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
     if twice.any():
         token, slot = twice.nonzero()[0].tolist()
-        text = "topk_ids must have an expert in one slot of a token at most where the router computes scores"
-        fail("Router", f"{text}, got {ordered[token, slot]} twice in token {token}")
+        got = f"got expert {ids[token, slot]} twice in token {token}"
+        fail("Router", f"topk_ids must have an expert in one slot of a token at most, {got}; or pass topk_scores")
 
 
 def _of_real(rows: Tensor, mask: Tensor | None) -> Tensor:

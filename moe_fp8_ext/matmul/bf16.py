@@ -18,7 +18,7 @@ def max_experts(x: Tensor, has_factors: bool = False) -> int:
 
     has_factors: whether factors of adapters are multiplied, which have one more expert, of zeros.
     """
-    return 1023 - has_factors if x.is_cuda else MAX_EXPERTS  # torch's kernel refuses 1024
+    return (1023 if x.is_cuda else MAX_EXPERTS) - has_factors  # torch's kernel refuses 1024
 
 
 def clamped(offs: Tensor, rows: int) -> Tensor:

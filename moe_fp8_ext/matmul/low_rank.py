@@ -269,7 +269,8 @@ def add_to_tokens(
         return _plus(out, kept(_mm(u, m), mask, p))
     if out.device.type == "cpu":
         return torch.addmm(out.float(), u.float(), m.float()).bfloat16()
-    return _addmm(out, u, m) if torch.compiler.is_compiling() else out.addmm_(u, m)
+    # Not addmm_, which FlopCounterMode does not count.
+    return _addmm(out, u, m) if torch.compiler.is_compiling() else torch.addmm(out, u, m, out=out)
 
 
 def _plus(out: Tensor, x: Tensor) -> Tensor:

@@ -418,6 +418,12 @@ def has_values(x: Tensor) -> bool:
     return not x.is_meta and (type(x) is Tensor or not _torch.is_fake(x))
 
 
+def check_not_meta(op: str, name: str, x: Tensor) -> None:
+    """Refuses a weight on the meta device, where a result would be lost."""
+    text = f"{op}: {name} must have values, got a weight on the meta device, where accelerate leaves offloaded weights"
+    require(not x.is_meta, f"{text}; call {op} after weights are loaded and before they are offloaded")
+
+
 def contents(x: Tensor) -> list[int] | None:
     """Returns the integers of x if they are to be checked, else None.
 

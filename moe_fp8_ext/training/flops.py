@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from moe_fp8_ext import _torch
-from moe_fp8_ext.matmul import bf16, engine  # noqa: F401  they register ops
+from moe_fp8_ext.matmul import bf16, engine, low_rank  # noqa: F401  they register ops
 
 _COUNTER = "torch.utils.flop_counter"
 Shape = Sequence[int]
@@ -45,6 +45,23 @@ def _added(total, a, b, scale_a, scale_b, format, offs, align=1, *_: object, **_
     return tokens_flops(a, b, offs[0], align)
 
 
+def _low_rank(u: Shape, x: Shape) -> int:
+    """Returns the operations of a factor's product or gradient: between u [P, R] and W columns, the last size of x."""
+    return 2 * u[0] * u[1] * x[-1]
+
+
+def _narrowed(x, *_: object, out_shape, **__: object) -> int:
+    return _low_rank(out_shape, x)
+
+
+def _summed(u, x, *_: object, **__: object) -> int:
+    return _low_rank(u, x)
+
+
+def _widened(y, u, *_: object, **__: object) -> int:
+    return _low_rank(u, y)
+
+
 def grouped_mm_flops(a: Shape, b: Shape, offs: Shape | None = None, *_: object, **__: object) -> int:
     """Returns the operations of `torch._grouped_mm`: of [M, K] with [E, K, N], or of [N, P] with [P, K]."""
     return rows_flops(a[0], a, b) if len(b) == 3 else tokens_flops(a, b)
@@ -71,6 +88,10 @@ def register_formulas() -> None:
         ours.scaled_grouped_mm: _scaled,
         ours.add_scaled_grouped_mm: _added,
         of_python.add_by_bytes: _added,
+        ours.narrow_tokens: _narrowed,
+        ours.outer_tokens: _summed,
+        of_python.add_low_rank: _widened,
+        of_python.addmm: _widened,
         of_python.cpu_grouped_mm: grouped_mm_flops,
     }
     for op, formula in formulas.items():

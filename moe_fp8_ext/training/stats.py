@@ -123,7 +123,8 @@ class Stats:
     def __str__(self) -> str:
         table, found = [_TITLES], self.to_dict()
         if not found["layers"]:
-            why = "no step was sampled yet, or no experts of the model ran eagerly by this package: see fp8_report"
+            why = "no step was sampled yet, no experts of the model ran eagerly by this package (see fp8_report)"
+            why = f"{why}, or their weights were quantized already, as freeze_ and FP8 checkpoints have them"
             return f"fp8 statistics: nothing was measured; {why}"
         for name, layer in found["layers"].items():
             sizes = layer["tokens_per_expert"]

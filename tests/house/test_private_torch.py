@@ -22,12 +22,14 @@ PACKAGE = ROOT / "moe_fp8_ext"
 # tells its users to define.
 PUBLIC = {"__version__", "__config__", "_make", "_replace", "_fields", "_asdict"}
 PUBLIC |= {"__wrapped__", "__signature__", "__torch_function__", "__torch_dispatch__"}
-PUBLIC |= {name for kind in (type, types.FunctionType, types.ModuleType, int, list, OSError) for name in dir(kind)}
+KINDS = type, types.FunctionType, types.MethodType, types.ModuleType, int, list, OSError
+PUBLIC |= {name for kind in KINDS for name in dir(kind)}
 # Private names of libraries other than torch, each with the file that uses it.
 OF_OTHERS = {
     "integrations/convert.py": {"_grouped_mm"},  # of torchtitan's experts
     "integrations/export.py": {"_keys_to_ignore_on_save"},  # of Transformers' models
     "integrations/fp8_loading.py": {"_experts_implementation"},
+    "integrations/peft.py": {"_check_merge_allowed"},  # of PEFT's models
     "integrations/torchtitan.py": {"_owner"},
     "integrations/transformers.py": {"_apply_gate", "_experts_implementation"},
 }

@@ -228,23 +228,23 @@ def test_words_select_calls_of_every_kernel():
 
 
 def test_reports_of_a_sanitizer_are_counted_by_kernel():
-    race = "Error: Race reported between Write access at void moe_fp8::tiles_kernel<moe_fp8::Fast>"
+    race = "Error: Race reported between Write access at void moe_fp8::tiles_kernel<moe_fp8::Types>"
     output = f"""========= COMPUTE-SANITIZER
 call 3 of 9: quantize_rows rowwise [(300, 272)]
 ========= {race}+0x1c70
-=========     and Read access at void moe_fp8::tiles_kernel<moe_fp8::Fast>+0x1d0 [16 hazards]
+=========     and Read access at void moe_fp8::tiles_kernel<moe_fp8::Types>+0x1d0 [16 hazards]
 =========
 ========= {race}+0x1d80
-=========     and Read access at void moe_fp8::tiles_kernel<moe_fp8::Fast>+0x1d0 [8 hazards]
+=========     and Read access at void moe_fp8::tiles_kernel<moe_fp8::Types>+0x1d0 [8 hazards]
 ========= Barrier error detected. Divergent thread(s) in warp.
-=========     at void moe_fp8::rows_kernel<moe_fp8::Fast>+0x990
+=========     at void moe_fp8::rows_kernel<moe_fp8::Types>+0x990
 =========     by thread (2,0,0) in block (0,0,0)
 call 3 took 1.50 s
 call 5 of 9: quantize_rows mxfp8 [(300, 272)]
 ========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 ========= ERROR SUMMARY: 3 errors
 """
-    barrier = "Barrier error detected. Divergent thread(s) in warp.: moe_fp8::rows_kernel<moe_fp8::Fast>"
+    barrier = "Barrier error detected. Divergent thread(s) in warp.: moe_fp8::rows_kernel<moe_fp8::Types>"
     assert sanitize.reports(output) == {race: 2, barrier: 1}
     begun, ended = sanitize.calls_of(output)
     assert begun == {3: "quantize_rows rowwise [(300, 272)]", 5: "quantize_rows mxfp8 [(300, 272)]"}

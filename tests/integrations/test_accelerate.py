@@ -12,7 +12,8 @@ from fp8_checkpoints import EXPERTS, load, write
 from torch import Tensor, nn
 from transformers_models import assert_same, calls, experts_of, results, tiny_model
 
-from moe_fp8_ext import convert_, revert_
+from moe_fp8_ext import Experts, convert_, export_fp8, revert_
+from moe_fp8_ext.integrations.fp8_checkpoint import master_weights_
 from moe_fp8_ext.integrations.transformers import register
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -128,6 +129,23 @@ def test_fp8_checkpoints_of_which_two_are_loaded(tmp_path: Path) -> None:
     assert experts._hf_hook.calls == 1
     revert_(first)
     assert torch.equal(logits(first), logits(want))
+
+
+def test_offloaded_weights_are_not_read(tmp_path: Path) -> None:
+    """They are on the meta device. What is made of them would be lost, so nothing is changed."""
+    register()
+    model = load(write(tmp_path), "moe_fp8_blockwise")
+    before = logits(model)
+    offload(model)
+    with pytest.raises(RuntimeError, match="^master_weights_: .*gate_up_proj must have values, .* before they are off"):
+        master_weights_(model)
+    with pytest.raises(RuntimeError, match="^export_fp8: .* must have values, .* before they are offloaded"):
+        export_fp8(model, tmp_path / "out")
+    experts = Experts(2, 128, 128, recipe="blockwise")
+    offload(experts)
+    with pytest.raises(RuntimeError, match="^Experts.freeze_: gate_up_proj must have values, .* before they are off"):
+        experts.freeze_()
+    assert torch.equal(logits(model), before)
 
 
 def test_hook_around_a_forward_that_is_not_known() -> None:

@@ -584,7 +584,27 @@ def another_forward() -> None:
 def merged_in_fp8() -> None:
     with TemporaryDirectory() as folder:
         model = fp8_checkpoints.load(fp8_checkpoints.write(Path(folder), vocab_size=SIZES["vocab_size"]))
-    peft.get_peft_model(model, lora_config()).merge_adapter()
+    model = peft.get_peft_model(model, lora_config())
+    convert_(model, "blockwise")
+    model.merge_adapter()
+
+
+def test_a_refused_merge_changes_nothing(tmp_path: Path) -> None:
+    """PEFT merges one module after another. Here it would merge attention of the first layer before it fails."""
+    model = fp8_checkpoints.load(fp8_checkpoints.write(tmp_path, vocab_size=SIZES["vocab_size"]))
+    config = peft.LoraConfig(r=RANK, target_modules=["q_proj"], target_parameters=EXPERTS_PARAMETERS)
+    model = drawn(peft.get_peft_model(model, config))
+    convert_(model, "blockwise")
+    assert [module for module in model.modules() if "_check_merge_allowed" in vars(module)] == [model.base_model]
+    before = gradients(model)
+    for merge in (model.merge_adapter, model.merge_and_unload, copy.deepcopy(model).merge_adapter):
+        with pytest.raises(RuntimeError, match="load the checkpoint dequantized to merge, or call export_fp8"):
+            merge()
+    assert not any(getattr(module, "merged", False) for module in model.modules())
+    assert_same(gradients(model), before)
+    revert_(model)
+    with pytest.raises(RuntimeError, match="Promotion for Float8 Types is not supported"):
+        model.merge_adapter()
 
 
 def several_without_convert() -> None:
@@ -617,7 +637,7 @@ MISTAKES = {
     "lora.ParamWrapper does not work with lora_dropout != 0": dropout,
     "adapters of gate_up_proj in FP8 must be handed over as factors": fp8_without_convert,
     "must take the adapter of gate_up_proj, got a forward that is not moe_fp8_ext's": another_forward,
-    "Promotion for Float8 Types is not supported": merged_in_fp8,
+    "adapters must not be merged into weights in FP8": merged_in_fp8,
     "are computed as PEFT does, by W + B A": several_without_convert,
     "forward must be its class's own, got another that the module itself has": forward_of_a_plan,
     "A of lora_gate_up must be on the device of x": offloaded,
@@ -651,12 +671,11 @@ def test_experts_that_are_not_converted_keep_their_wrappers() -> None:
 
 
 def test_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs the blocks of the page in order, without TRL's."""
+    """Runs the blocks of the page in order. test_sft_trainer and test_fp8_checkpoint_over_ranks.py run the others."""
     tiny_model("qwen3_moe", "eager").save_pretrained(tmp_path)
     names: dict[str, object] = dict(path=tmp_path, torch=torch, prompt=dict(input_ids=torch.arange(3, 9)[None]))
-    start, training, attention, evaluation = (
-        block for block in blocks("docs/finetuning.md") if block not in blocks("docs/finetuning.md", "TRL")
-    )
+    others = [block for section in ("Several GPUs", "TRL") for block in blocks("docs/finetuning.md", section)]
+    start, training, attention, evaluation = (b for b in blocks("docs/finetuning.md") if b not in others)
     exec(start, names)
     assert "'blockwise'" in capsys.readouterr().out
     model = names["model"]

@@ -285,6 +285,8 @@ def test_mistakes(world):
         with pytest.raises(RuntimeError) as info:
             AllToAll(world, **how | change)
         assert str(info.value) == f"symm_mem.AllToAll: {text}"
+    with pytest.raises(RuntimeError, match="^symm_mem.AllToAll: group must be a ProcessGroup, .*, got NoneType$"):
+        AllToAll(None, **how)
 
 
 @pytest.mark.parametrize("backend", [None, "CUDA"])

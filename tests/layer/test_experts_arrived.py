@@ -183,6 +183,21 @@ def test_adapters(recipe, device):
     assert all(t.any() for t in found[0])
 
 
+@pytest.mark.parametrize("name", ["lora_gate_up", "lora_down"])
+def test_adapters_of_gate_up_multiply_rounded_tokens(name, world_of_one):
+    """In BF16 they would multiply tokens before the cast. With `wgrad_high_precision`, tokens travel in BF16."""
+    of, recipe, g = problem("cpu"), Recipe("blockwise"), torch.Generator().manual_seed(2)
+    n, k = (2 * F, D) if name == "lora_gate_up" else (D, F)
+    adapter = {name: (leaf(g, E, 4, k), leaf(g, E, n, 4), 1.0)}
+    rows = rows_of(of["x"], BY_INDEX, recipe)
+    got, want = (run(BY_INDEX, x, recipe, of, **adapter)["out"] for x in (rows, of["x"]))
+    assert got.equal(want) == (name == "lora_down")
+    for high in (False, True):
+        ep = ExpertParallel(dist.group.WORLD, E, TOP_K, recipe=replace(recipe, wgrad_high_precision=high))
+        out = ep.experts(of["x"], *routing(BY_INDEX, "cpu"), of["w_gate_up"], of["w_down"], **adapter)
+        assert out.equal(want) == (high or name == "lora_down")
+
+
 def test_gradient_goes_where_a_dispatcher_wants_it(device):
     """The Function of a dispatcher returns received rows and a stand-in, and gets the gradient of the stand-in."""
     of, sent_back = problem(device), []

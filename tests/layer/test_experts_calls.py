@@ -259,6 +259,20 @@ def test_max_experts_of_torch(recipe, wanted, what, monkeypatch):
         run(layer(bias=True), recipe=recipe, frozen=frozen)
 
 
+@pytest.mark.parametrize("name", ["lora_gate_up", "lora_down"])
+def test_max_experts_with_adapters(name):
+    """Rows without a group count as rows of one more expert, whose factor is zero."""
+
+    def call(e: int) -> Tensor:
+        weights = torch.randn(e, 16, 8), torch.randn(e, 8, 8)
+        adapter = torch.randn(e, 2, 8), torch.randn(e, 16 if name == "lora_gate_up" else 8, 2), 1.0
+        return experts(torch.randn(3, 8), torch.full((3, 1), e - 1), torch.ones(3, 1), *weights, **{name: adapter})
+
+    assert call(1023).isfinite().all()
+    with pytest.raises(RuntimeError, match="^experts: w_down must have at most 1023 experts with adapters, got 1024"):
+        call(1024)
+
+
 P = layer(t=6, d=16, f=8, e=2, top_k=1, bias=True)
 
 

@@ -446,6 +446,16 @@ def test_freeze_needs_a_format():
             FrozenWeight(wrong)
 
 
+def test_freeze_needs_values():
+    """Values on the meta device would stay there for good, also after accelerate brought the weights back."""
+    module = Experts(4, 128, 64, recipe="blockwise", device="meta")
+    with pytest.raises(
+        RuntimeError, match="^Experts.freeze_: gate_up_proj must have values, got .*; call Experts.freeze_"
+    ):
+        module.freeze_()
+    assert isinstance(module.gate_up_proj, nn.Parameter)
+
+
 @OF_REUSE
 def test_casts_of_generated_tokens():
     """One for each weight and token; one for each weight inside `reuse_weights`; none with frozen values."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from moe_fp8_ext import Experts, MoE, Router
 
 E, D, F, TOP_K, T = 8, 64, 48, 3, 40
+IDS = torch.arange(TOP_K).repeat(T, 1)
 
 
 def router(device: str = "cpu", top_k: int = TOP_K, **options: object) -> Router:
@@ -105,6 +106,15 @@ def test_given_scores_are_used_as_they_are(device):
     assert made.weight.grad.any()
 
 
+def test_given_scores_are_float32(device):
+    made, (x, _) = router(device), tokens(device)
+    given = torch.rand(T, TOP_K, device=device).bfloat16().requires_grad_()
+    got = made(x, topk_ids=torch.zeros(T, TOP_K, device=device).long(), topk_scores=given).topk_scores
+    assert_same(got, given.float())
+    got.sum().backward()
+    assert_same(given.grad, torch.ones_like(given))
+
+
 def test_hash_layer(device):
     """A table of experts by token id takes the place of the choice; its scores are learned."""
     made, (x, _) = router(device, scoring="sqrtsoftplus"), tokens(device)
@@ -186,8 +196,23 @@ def test_export_with_any_number_of_tokens(strict):
         (dict(topk_ids=torch.zeros(T, 2).long()), "topk_ids must have size 3 in dimension 1, got 2"),
         (dict(topk_ids=torch.full((T, TOP_K), E)), f"topk_ids must be -1 or from 0 to {E - 1}, got {E} in slot 0"),
         (dict(topk_ids=torch.full((T, TOP_K), -2)), f"topk_ids must be -1 or from 0 to {E - 1}, got -2 in slot 0"),
-        (dict(topk_ids=torch.tensor([[4, -1, -1], [3, 5, 3]]).repeat(T // 2, 1)), "topk_ids .* 3 twice in token 1"),
+        (
+            dict(topk_ids=torch.tensor([[4, -1, -1], [3, 5, 3]]).repeat(T // 2, 1)),
+            "topk_ids .* 3 twice in token 1; .*",
+        ),
+        (
+            dict(topk_ids=IDS.clamp(min=1)),
+            "topk_ids must have .* one slot of a token at most, got expert 1 twice in token 0; .*",
+        ),
         (dict(topk_scores=torch.zeros(T, TOP_K)), "topk_scores must be None without topk_ids, got a tensor"),
+        (
+            dict(topk_ids=IDS, topk_scores=torch.zeros(T, TOP_K).long()),
+            "topk_scores must be bfloat16, float16 or float32, got torch.int64",
+        ),
+        (
+            dict(topk_ids=IDS, topk_scores=torch.zeros(T, TOP_K, device="meta")),
+            "topk_scores must be on the device of x, cpu, got meta",
+        ),
     ],
 )
 def test_errors(given, message):

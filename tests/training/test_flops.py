@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from moe_fp8_ext import Experts, Recipe, experts_of_groups, grouped_mm
+from moe_fp8_ext import Experts, LoRA, Recipe, experts, experts_of_groups, grouped_mm
 from moe_fp8_ext.training.flops import count_torch_products, register_formulas, register_when_imported
 
 E, D, F, T, TOP_K = 4, 64, 96, 64, 2
@@ -57,6 +57,31 @@ def test_frozen_weights_have_no_gradient_to_count(device):
     )
     got = counted(lambda: experts_of_groups(x, offs, None, up, down).sum().backward())
     assert got == 2 * 2 * P * 3 * F * D
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", "bf16"])
+@pytest.mark.parametrize("rank", [8, 12, 32, 40, 64, 72])  # kernels multiply up to 32; products add up to 64
+@pytest.mark.parametrize("shared", [False, True])
+def test_adapters(recipe, rank, shared, device):
+    """By hand: 2 R (D + 2 F) for a row of gate_up and 2 R (F + D) of down, and twice as many backward.
+
+    R is the rank, rounded up to a multiple of 8. D columns of a factor that experts share meet tokens instead of rows.
+    """
+
+    def factor(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device).bfloat16().requires_grad_()
+
+    def call(**adapters: object) -> int:
+        return counted(lambda: experts(x, ids, scores, up, down, recipe=recipe, **adapters).sum().backward())
+
+    x, scores = factor(T, D), torch.rand(T, TOP_K, device=device)
+    ids = torch.rand(T, E, device=device).argsort(1)[:, :TOP_K]
+    up, down = factor(E, 2 * F, D).detach(), factor(E, D, F).detach()
+    of_experts = () if shared else (E,)
+    lora_gate_up = LoRA(factor(*of_experts, rank, D), factor(E, 2 * F, rank))
+    lora_down = LoRA(factor(E, rank, F), factor(*of_experts, D, rank))
+    forward = 2 * (rank + -rank % 8) * (P * 3 * F + 2 * (T if shared else P) * D)
+    assert call(lora_gate_up=lora_gate_up, lora_down=lora_down) - call() == 3 * forward
 
 
 def test_a_second_registration_changes_nothing():

@@ -494,7 +494,14 @@ def test_write_and_print() -> None:
 def test_nothing_measured() -> None:
     with moe_fp8_ext.stats(nn.Linear(2, 2)) as stats:
         stats.step()
-    assert str(stats).startswith("fp8 statistics: nothing was measured; no step was sampled yet, or no experts")
+    assert str(stats).startswith("fp8 statistics: nothing was measured; no step was sampled yet, no experts")
+
+
+def test_frozen_weights_are_not_measured() -> None:
+    experts, call, _ = problem()
+    with moe_fp8_ext.stats(experts.freeze_()) as stats:
+        experts(*call)
+    assert "or their weights were quantized already, as freeze_" in str(stats)
 
 
 def test_reading_is_one_copy() -> None:
