@@ -24,32 +24,39 @@ from moe_fp8_ext.ops.checks import fail, require
 _HANDED = "_moe_fp8_ext_adapters"
 
 
-def _place() -> str:
-    """The attribute that experts have during a call: adapters by the name of their weight.
+def _key(name: str) -> tuple[int | None, str]:
+    """The key of the adapter of a weight, among the adapters that experts have during a call.
 
-    Each thread has its own, because threads may call the same experts at once. All traced calls share one, because
-    Dynamo does not trace the number of a thread.
+    Threads may call the same experts at once. Traced calls share a key, because Dynamo does not trace the number of a
+    thread.
     """
-    return _HANDED if torch.compiler.is_compiling() else f"{_HANDED}_{threading.get_ident()}"
+    return None if torch.compiler.is_compiling() else threading.get_ident(), name
 
 
-def _places(module: nn.Module) -> list[str]:
-    """The attributes from which a call of experts takes adapters.
+def _keys(handed: dict[tuple[int | None, str], LoRA], name: str) -> list[tuple[int | None, str]]:
+    """The keys under which a call of experts finds an adapter.
 
     A graph may end between a wrapper and its experts, for example at a hook. Then only one of the two is traced.
     """
     if not torch.compiler.is_compiling():
-        return [_place(), _HANDED]
-    of_threads = [name for name in vars(module) if name.startswith(f"{_HANDED}_")]
-    return [_HANDED, *of_threads] if len(of_threads) == 1 else [_HANDED]  # of several threads, it may be any
+        return [_key(name), (None, name)]
+    of_threads = [key for key in handed if key[1] == name and key[0] is not None]
+    return [(None, name), *(of_threads if len(of_threads) == 1 else [])]  # of several threads, it may be any
+
+
+def _handed_to(module: nn.Module) -> dict[tuple[int | None, str], LoRA] | None:
+    """The adapters that experts have during a call. Dynamo of torch 2.11 traces getattr, which takes longer in eager
+    calls."""
+    return getattr(module, _HANDED, None) if torch.compiler.is_compiling() else vars(module).get(_HANDED)
 
 
 def adapter(module: nn.Module, name: str) -> LoRA | None:
     """Returns the adapter that PEFT adds to a weight of experts in this call. `weight` returns the bare weight."""
-    for place in _places(module):
-        handed = vars(module).get(place, {}).pop(name, None)
-        if handed is not None:
-            return handed
+    handed = _handed_to(module)
+    if handed:
+        for key in _keys(handed, name):
+            if key in handed:
+                return handed.pop(key)
     changes = _changes(module, name)
     if not _are_factors(changes):
         return None
@@ -159,18 +166,21 @@ def _factors(wrapper: nn.Module, name: str) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _handed_over(experts: nn.Module, name: str, lora: LoRA) -> Iterator[None]:
-    attributes, place = vars(experts), _place()  # setattr of a module takes ten times as long
-    handed = attributes.setdefault(place, {})
-    handed[name] = lora
+    handed, key = _handed_to(experts), _key(name)
+    if handed is None:
+        handed = {}
+        if torch.compiler.is_compiling():
+            setattr(experts, _HANDED, handed)
+        else:
+            handed = vars(experts).setdefault(_HANDED, handed)  # in one step, because threads may call at once
+    handed[key] = lora
     try:
         yield
-        if name in handed:
+        if key in handed:
             text = f"{type(experts).__name__} must take the adapter of {name}, got a forward that is not moe_fp8_ext's"
             fail("moe_fp8", f"{text}; call convert_ or revert_ on the whole model")
     finally:
-        handed.pop(name, None)
-        if not handed:
-            attributes.pop(place, None)
+        handed.pop(key, None)
 
 
 def _changes(module: nn.Module, name: str) -> list[nn.Module]:
