@@ -24,6 +24,7 @@ from fp8_checkpoints import (
     as_with_gpu,
     config,
     load,
+    load_dequantized,
     loss,
     write,
     write_mxfp4,
@@ -244,7 +245,7 @@ MODEL_TOLERANCE = (2 * 5 / 3) ** 0.5 * 2**-4
 def test_model_against_float64(folders):
     """Gradients of everything but the experts, with a rest in float32."""
     model = load(folders[False], OURS, dtype=torch.float32)
-    want = transformers.AutoModelForCausalLM.from_pretrained(folders[False], experts_implementation="eager").double()
+    want = load_dequantized(folders[False], experts_implementation="eager").double()
     for i in range(len(EXPERTS)):
         for name, w in zip(("gate_up_proj", "down_proj"), dequantized(experts_of(model, i)), strict=True):
             getattr(experts_of(want, i), name).data = w
@@ -358,9 +359,7 @@ def test_dequantized_e8m0_is_rounded_once(folders):
     def loaded(implementation: str, folder: Path = folders[True]) -> tuple[nn.Module, list[str]]:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always", UserWarning)
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.bfloat16, experts_implementation=implementation
-            )
+            model = load_dequantized(folder, dtype=torch.bfloat16, experts_implementation=implementation)
         return model, [str(w.message) for w in found if "moe_fp8" in str(w.message)]
 
     bytes_of = experts_of(load(folders[True], OURS)).gate_up_proj.detach()
@@ -422,7 +421,7 @@ def test_master_weights(tmp_path, dtype):
     of_weight = E * 2 * F * D * dtype.itemsize  # of gate_up_proj
     assert memory.peak <= size(model) + of_weight < size(model) + before
     options = dict(dtype=dtype, experts_implementation=OURS)
-    want = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    want = load_dequantized(folder, **options)
     assert str(model) == str(want)
     model.save_pretrained(tmp_path / "plain")
     assert "quantization_config" not in (tmp_path / "plain" / "config.json").read_text()

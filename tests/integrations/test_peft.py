@@ -285,9 +285,8 @@ def layer_of(model: nn.Module) -> Layer:
 
 
 def fp8_models(folder: Path) -> tuple[nn.Module, nn.Module]:
-    """A model with its experts dequantized, and with them in FP8. Without a GPU, Transformers dequantizes them."""
-    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    return stock, fp8_checkpoints.load(folder)
+    """A model with its experts dequantized, and with them in FP8."""
+    return fp8_checkpoints.load_dequantized(folder, dtype=torch.bfloat16), fp8_checkpoints.load(folder)
 
 
 def mxfp4_models(folder: Path) -> tuple[nn.Module, nn.Module]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from helpers import assert_same_tensor
+from helpers import NO_SECOND_GPU, assert_same_tensor
 from processes import in_processes
 from torch import Tensor
 
@@ -252,12 +252,12 @@ def on_gpus(rank: int, ranks: int) -> None:
             assert_same_tensor(of[name].grad, whole[name].grad[part], name)
 
 
-def test_with_nvshmem(gpu):
-    """torch's own ops, over two GPUs or on one."""
-    if _torch.symmetric_memory is None or _torch.symmetric_memory(gpu).dispatch is None:
+@NO_SECOND_GPU
+def test_with_nvshmem():
+    """torch's own ops."""
+    if _torch.symmetric_memory is None or _torch.symmetric_memory("cuda").dispatch is None:
         pytest.skip("this torch has no NVSHMEM")
-    ranks = min(RANKS, torch.cuda.device_count())
-    in_processes(ranks, on_gpus, ranks, backend="nccl")
+    in_processes(RANKS, on_gpus, RANKS, backend="nccl")
 
 
 def test_mistakes(world):

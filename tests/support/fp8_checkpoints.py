@@ -94,6 +94,12 @@ def load(folder: Path, implementation: str | None = None, **options: object) -> 
         return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
+def load_dequantized(folder: Path, **options: object) -> torch.nn.Module:
+    """Loads a model as on a machine without a GPU, where Transformers dequantizes FP8."""
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
 def write_mxfp4(folder: Path, *, spread: int = 3, keep: Callable[[str], bool] = lambda name: True) -> Path:
     """Writes GPT-OSS as it is published: experts in MXFP4, with scales of `spread` neighbouring powers of two."""
     torch.manual_seed(0)
