@@ -46,7 +46,8 @@ struct OuterRows {
   Piece x[4];
   uint32_t u[kSixteens][4];
 };
-// row: the lane's first. column: of x, the lane's first. u: from the lane's rank on. ranks: from the lane's first on.
+// Loads a lane's elements of a step. `row` and `column` are the first ones that the lane has. `u` points to its first
+// rank in row 0, and `ranks` counts the ranks from there.
 template <class Piece, int kSixteens>
 MOE_DEVICE OuterRows<Piece, kSixteens> load_outer(const OuterTokensParams& p, uint32_t row, const OuterSlots& slots,
                                                   int64_t column, const uint16_t* u, int ranks) {
