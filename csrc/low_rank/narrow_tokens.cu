@@ -22,8 +22,8 @@ template <int kEights>
 using NarrowPartial = float[kNarrowWarps][kHalfRows / 2][kEights][4][32];
 
 // Adds the warp's share of W to sum. `token` holds the tokens of the lane's rows, or -1 where no result is stored. `m`
-// points to the lane's first row of the factor. Lanes hold rows lane / 4 + 8 * h of the window, and rows lane / 4 + 8 * j
-// of the factor.
+// points to the lane's first row of the factor. Lanes hold rows lane / 4 + 8 * h of the window, and rows
+// lane / 4 + 8 * j of the factor.
 template <class Piece, int kEights>
 MOE_DEVICE void add_narrow(const NarrowTokensParams& p, const int64_t (&token)[kHalfRows], const uint16_t* m, int ranks,
                            float (&sum)[kHalfRows / 2][kEights][4]) {

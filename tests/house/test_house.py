@@ -183,6 +183,7 @@ def test_documents_are_what_the_bench_makes(monkeypatch):
 
 PUBLIC = (
     *("DelayedWgrads", "Experts", "FrozenWeight", "LoRA", "MoE", "Quantized", "Recipe", "Router", "build_info"),
+    "clamped_swiglu",
     *("combine", "convert_", "experts", "experts_of_groups", "export_fp8", "fp8_report", "fp8_state"),
     *("gather_in_fp8_", "graphed", "grouped_mm", "permute_indices", "permute_pad", "quantize_both"),
     *("quantize_rows", "quantize_tokens", "quantize_weight", "reuse_weights", "revert_", "save_ops"),
