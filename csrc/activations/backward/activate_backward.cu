@@ -84,7 +84,8 @@ using ReaderOf = std::conditional_t<kFp8, Fp8Reader<Access::kElements, kGated>, 
 
 enum class HType { kPlain, kFp8, kRuntime };  // kRuntime: the kernel asks whether h has scales
 template <class Access, HType kHType, class Activations>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kActivateBackwardBlocks)
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(
+    kThreads, activate_backward_blocks(std::is_same_v<Activations, ActivationSet<Activation::kClampedSwiglu>>))
     activate_backward_kernel(MOE_GRID_CONSTANT const ActivateBackwardParams p) {
   wait_for_previous_kernel();
   const auto run = [&](auto fp8) {
