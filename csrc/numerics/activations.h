@@ -53,7 +53,7 @@ MOE_HD Point sigmoid_times(float x, float z, float z_slope) {
   return {value, fmaf(value, s.complement * z_slope, s.value)};
 }
 
-// Constants of a clamped SwiGLU. By default they are those of GPT-OSS, "swiglu_oai".
+// Constants of a clamped SwiGLU. The defaults make it GPT-OSS's gate, "swiglu_oai".
 struct Clamp { float alpha = 1.702f, limit = 7.f, offset = 1.f; };
 
 template <Curve kCurve>

@@ -1,3 +1,5 @@
+#include <cmath>
+#include <cstdio>
 #include <locale>
 #include <sstream>
 
@@ -16,7 +18,7 @@ constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kSumGroup
                      *kBackward = "activate_backward", *kQuantizeBackward = "quantize_activated_backward",
                      *kQuantizeBackwardRows = "quantize_activated_backward_rows";
 
-// An activation as a call names it: by a name of kActivations, or as "clamped_swiglu(alpha, limit, offset)".
+// An activation as a call names it: by a name of kActivations, or as "clamped_swiglu(limit, alpha, offset)".
 struct Gate {
   std::string_view name;
   Activation activation;
@@ -27,11 +29,13 @@ Gate check_activation(const char* op, std::string_view name) {
   if (name.substr(0, kClamped.size()) == kClamped) {
     std::istringstream text(std::string(name.substr(kClamped.size())));
     text.imbue(std::locale::classic());  // a decimal point, whatever the program's locale
-    double alpha = 0, limit = 0, offset = 0;  // rounded twice, as Python rounds them
+    double limit = 0, alpha = 0, offset = 0;  // rounded twice, as Python rounds them
     char comma = 0, second_comma = 0, end = 0;
-    text >> alpha >> comma >> limit >> second_comma >> offset >> end;
-    if (text && comma == ',' && second_comma == ',' && end == ')' && limit > 0)
-      return {name, Activation::kClampedSwiglu, {float(alpha), float(limit), float(offset)}};
+    text >> limit >> comma >> alpha >> second_comma >> offset >> end;
+    const bool has_form = text && comma == ',' && second_comma == ',' && end == ')' && text.peek() == EOF;
+    const Clamp clamp = {float(alpha), float(limit), float(offset)};
+    const bool is_finite = std::isfinite(clamp.limit) && std::isfinite(clamp.alpha) && std::isfinite(clamp.offset);
+    if (has_form && is_finite && limit > 0) return {name, Activation::kClampedSwiglu, clamp};
   }
   const auto name_of = [](int i) { return kActivations[i].name; };
   return {name, Activation(check_choice(op, "activation", name, kNumActivations, name_of))};

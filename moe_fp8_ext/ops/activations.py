@@ -1,7 +1,5 @@
 """Activation functions of experts, their gradients, and both fused with quantization."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -35,6 +33,7 @@ _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.def
 _quantize_activated_backward_rows = torch.ops.moe_fp8.quantize_activated_backward_rows.default
 _GATED = {rule["name"]: rule["gated"] for rule in _C.TABLES["activations"]}
 _CLAMPED = "clamped_swiglu("
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
 _ROWS_OF_PARTIAL_SUM = 64  # kRowsOfPartial of csrc/activations/backward/sum_groups.h
 
 
@@ -56,16 +55,13 @@ def clamped_swiglu(limit: float, alpha: float = 1.0, offset: float = 0.0) -> str
     Source: DESIGN.md section 3; the gates of GPT-OSS and DeepSeek-V4.
     """
     if not torch.compiler.is_compiling():  # numbers may be symbolic
-        for name, value in dict(alpha=alpha, limit=limit, offset=offset).items():
+        for name, value in dict(limit=limit, alpha=alpha, offset=offset).items():
             check_number("clamped_swiglu", name, value)
             require(abs(value) <= _MAX_FLOAT32, f"clamped_swiglu: {name} must be finite in float32, got {value}")
         require(limit > 0, f"clamped_swiglu: limit must be positive, got {limit}")
-    if (alpha, limit, offset) == (1.702, 7, 1):
+    if (limit, alpha, offset) == (7, 1.702, 1):
         return "swiglu_oai"
-    return f"{_CLAMPED}{float(alpha)}, {float(limit)}, {float(offset)})"
-
-
-_MAX_FLOAT32 = torch.finfo(torch.float32).max
+    return f"{_CLAMPED}{float(limit)}, {float(alpha)}, {float(offset)})"
 
 
 def is_gated(op: str, activation: str) -> bool:
@@ -82,7 +78,7 @@ def _is_clamped(activation: str) -> bool:
         return False
     numbers = activation[len(_CLAMPED) : -1].split(",")
     try:
-        return len(numbers) == 3 and all(math.isfinite(float(n)) for n in numbers) and float(numbers[1]) > 0
+        return len(numbers) == 3 and all(abs(float(n)) <= _MAX_FLOAT32 for n in numbers) and float(numbers[0]) > 0
     except ValueError:
         return False
 

@@ -42,11 +42,10 @@ def require(ok: bool | torch.SymBool, message: str | Callable[[], str]) -> None:
 
     message: a function where torch.compile traces a check of sizes, because a size in a text becomes a constant.
     """
-    text = message if callable(message) else lambda: message
     if isinstance(ok, torch.SymBool):  # a condition on symbolic sizes: the graph keeps it and checks it at run time
-        _torch.check_symbolic(ok, text)
+        _torch.check_symbolic(ok, message if callable(message) else lambda: message)
     elif not ok:
-        raise RuntimeError(text())
+        raise RuntimeError(message() if callable(message) else message)
 
 
 def either(names: Sequence[object]) -> str:

@@ -33,7 +33,7 @@ POWER = [1.0, 1.0, *map(float.fromhex, ("0x1.fffdfcp-2", "0x1.5557aep-3", "0x1.5
 GELU_LINEAR = float32(2 * math.sqrt(2 / math.pi))
 GELU_CUBIC = float32(0.044715 * 2 * math.sqrt(2 / math.pi))
 GELU_CUBIC_SLOPE = float32(3 * GELU_CUBIC)
-CLAMP_OF_GPT_OSS = float32(1.702), 7.0, 1.0  # alpha, limit and offset of "swiglu_oai"
+CLAMP_OF_GPT_OSS = 7.0, float32(1.702), 1.0  # limit, alpha and offset of "swiglu_oai"
 
 
 def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
@@ -74,7 +74,7 @@ def sigmoids(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clamp_of(activation: str) -> tuple[float, float, float] | None:
-    """alpha, limit and offset of a clamped SwiGLU: "swiglu_oai", or "clamped_swiglu(alpha, limit, offset)"."""
+    """limit, alpha and offset of a clamped SwiGLU: "swiglu_oai", or "clamped_swiglu(limit, alpha, offset)"."""
     if activation.startswith("clamped_swiglu("):
         return tuple(float32(float(number)) for number in activation[len("clamped_swiglu(") : -1].split(","))
     return CLAMP_OF_GPT_OSS if activation == "swiglu_oai" else None
@@ -91,7 +91,7 @@ def gate_function(activation: str, x: Tensor) -> tuple[Tensor, Tensor]:
         positive = torch.where(x < 0, 0.0, x)
         return positive * positive, positive + positive
     clamp = clamp_of(activation)
-    alpha, limit, _ = clamp or (1.0, math.inf, 0.0)
+    limit, alpha, _ = clamp or (math.inf, 1.0, 0.0)
     unclamped = ~(x > limit)
     x = torch.where(unclamped, x, limit)
     z, z_slope = x, torch.ones_like(x)
@@ -119,7 +119,7 @@ def up_factor(up: Tensor, activation: str) -> Tensor:
     """The factor of f: up, or clamp(up, -limit, limit) + offset."""
     if (clamp := clamp_of(activation)) is None:
         return up
-    _, limit, offset = clamp
+    limit, _, offset = clamp
     return torch.where(up > limit, limit, torch.where(up < -limit, -limit, up)) + offset
 
 
@@ -195,7 +195,7 @@ def activate_backward(grad, h, activation, scores, h_scale, format, indices, int
     grads = [(w * factor) * slope]
     if is_gated(activation):
         clamp = clamp_of(activation)
-        grads.append(w * value if clamp is None else torch.where(up.abs() > clamp[1], 0.0, w * value))
+        grads.append(w * value if clamp is None else torch.where(up.abs() > clamp[0], 0.0, w * value))
     grad_h = torch.stack(grads, 2).flatten(1) if interleaved else torch.cat(grads, 1)
     grad_scores = (grad.double() * a.double()).sum(1)
     return round_to(grad_h, grad.dtype), round_to(a * scores[:, None], grad.dtype), round_to(grad_scores, torch.float32)

@@ -433,13 +433,13 @@ def test_error_on_another_device(argument, device):
 
 
 def test_names_of_clamped_swiglu():
-    """Numbers stand in the order of the formula."""
+    """A name is the call that makes it."""
     assert clamped_swiglu(7, 1.702, 1) == "swiglu_oai"
     name = clamped_swiglu(limit=10, alpha=0.1)
-    assert name == "clamped_swiglu(0.1, 10.0, 0.0)"
+    assert name == "clamped_swiglu(10.0, 0.1, 0.0)"
     h = torch.randn(5, 16) * 10
-    assert_same(ops.activate(h, name), ops.activate(h, "clamped_swiglu(1e-1, 10, 0)"))
-    assert_same(ops.activate(h, "clamped_swiglu(1.702, 7, 1)"), ops.activate(h, "swiglu_oai"))
+    assert_same(ops.activate(h, name), ops.activate(h, "clamped_swiglu(10, 1e-1, 0)"))
+    assert_same(ops.activate(h, "clamped_swiglu(7, 1.702, 1)"), ops.activate(h, "swiglu_oai"))
     assert_same(ops.activate(h, clamped_swiglu(1e30)), ops.activate(h, "swiglu"))
 
 
@@ -459,7 +459,16 @@ def test_errors_of_clamped_swiglu(limit, options, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["clamped_swiglu(1, 2)", "clamped_swiglu(1, 0, 1)", "clamped_swiglu(1, 2, x)", "clamped"]
+    "name",
+    [
+        *("clamped", "clamped_swiglu(1, 2)", "clamped_swiglu(1, 2, x)", "clamped_swiglu(1, 2, 3)x"),
+        *(
+            "clamped_swiglu(1, 2, 3)x)",
+            "clamped_swiglu(0, 1, 1)",
+            "clamped_swiglu(1, 2, inf)",
+            "clamped_swiglu(1, 1e39, 1)",
+        ),
+    ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_names_that_are_no_activation(name, device):

@@ -332,7 +332,6 @@ def test_wrong_strings(name):
         ("pad_token_groups_to", [torch.zeros(0, 0), NO_GROUPS, NO_GROUPS, MAX_ROWS], {}),
         ("unpad_token_groups", [torch.zeros(0, 0), NO_GROUPS, NO_GROUPS, MAX_ROWS], {}),
         ("unpermute", [torch.zeros(0, 0), NO_GROUPS, 1, MAX_ROWS], {}),
-        ("sum_groups", [torch.zeros(MAX_ROWS - 64, 0), torch.zeros(64, dtype=torch.int32)], {}),
     ],
 )
 def test_extents_beyond_all_memory(name, args, kwargs):

@@ -160,3 +160,11 @@ INDICES = torch.zeros(6, dtype=torch.int32)
 )
 def test_errors(args, how, argument, got, device):
     check_error("sum_groups", on(device, args), argument, got, **on(device, how))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_rows_with_the_padding_of_partial_sums(device):
+    """Positions of partial sums on a GPU are 32-bit numbers."""
+    x, offs = torch.zeros(2**31 - 1024, 0, device=device), torch.zeros(64, dtype=torch.int32, device=device)
+    with pytest.raises(RuntimeError, match="^sum_groups: x must have at most .* rows with padding, got 2147486720$"):
+        sum_groups(x, offs)
